@@ -1,0 +1,729 @@
+"""Text -> token shards, data/<dataset>/.
+
+    python prepare.py                                            pydocs: the manual inside CPython, no download
+    python prepare.py --dataset=NAME --input FILE_OR_FOLDER ...  your own UTF-8 text
+    python prepare.py --dataset=openwebtext --subsets=0-2        OpenWebText, 21 archives, or some of them
+    python prepare.py --dataset=fineweb_edu --shards=10          FineWeb-Edu, already tokenized
+
+A shard (llm.c's format) is 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
+`*train*.bin` and `*val*.bin` are the two splits. meta.json describes a dataset and is written last: a folder without
+it is not finished. Running the same command again goes on where an interrupted one stopped.
+
+Every file is written or downloaded under NAME.part, and renamed when it is whole. The big corpora note what they have
+in progress.json, which gets the name meta.json when all that was asked for is there. Asking for more later gives it
+the first name back, until that is there too. OpenWebText's shards are made archive by archive and named after it
+(openwebtext_train_05_000.bin), so their bytes depend neither on the order nor on the choice of archives.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+DATA = Path("data")
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+SHARD_TOKENS = 100_000_000
+PIECE_CHARS = 1_000_000  # of a document that are tokenized at once: bounds the Python lists
+MEMBER_BYTES = 1 << 28  # an archive's member, packed or unpacked, is held in memory; real ones have 2 MB
+VAL_ONE_IN = 2000  # OpenWebText's documents that go to validation
+
+OPENWEBTEXT = ("Skylion007/openwebtext", "8cfd553694d06979cfec29248b200468786f0294")
+OPENWEBTEXT_SUBSETS, OPENWEBTEXT_BYTES, OPENWEBTEXT_GROWTH = 21, 630e6, 1.4  # growth: shards / archive, in bytes
+FINEWEB_EDU = ("karpathy/fineweb-edu-100B-gpt2-token-shards", "a33f75d78c7f74236fb03754ec1eb3cc77507d64")
+FINEWEB_EDU_SHARDS, FINEWEB_EDU_BYTES = 1000, HEADER_BYTES + 2 * 100_000_000
+
+TIMEOUT = 30  # seconds without a byte
+RETRIES, ATTEMPTS = 8, 6  # of a request, and of a body that breaks off without having come further
+BACKOFF = 1.0  # seconds, doubled each time
+AT_ONCE = 4  # downloads of small files
+
+
+# -- shards and tokenizers: what train.py and sample.py import -----------------------------------------------
+
+@contextlib.contextmanager
+def whole_file(path):
+    """A binary file that gets the name path once all of it is on the disk. Raises OSError naming path."""
+    part = f"{path}.part"
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_shard(path, tokens):
+    """Write a sequence of token ids, each in 0..65535, as one shard. Raises ValueError, OSError."""
+    tokens = np.asarray(tokens)
+    if tokens.dtype != np.uint16 and tokens.size and not 0 <= tokens.min() <= tokens.max() <= 65535:
+        raise ValueError(f"{path}: token ids from {tokens.min()} to {tokens.max()} do not fit in 16 bits")
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    with whole_file(path) as file:
+        file.write(header.data)
+        file.write(np.ascontiguousarray(tokens, "<u2").data)
+
+
+def read_shard(path):
+    """-> np.memmap (n,) uint16, of which only the header is read. Raises OSError, ValueError naming path and its fault."""
+    with open(path, "rb") as file:
+        head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+    magic, version, count = (int(n) for n in np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), "<i4")[:3])
+    need = HEADER_BYTES + 2 * count
+    if not size:
+        raise ValueError(f"{path} is empty")
+    if magic != MAGIC:
+        raise ValueError(f"{path} is not a token shard: its magic number is {magic}, not {MAGIC}")
+    if version != VERSION:
+        raise ValueError(f"{path} is a shard of version {version}, not {VERSION}")
+    if size != need:
+        raise ValueError(f"{path} is {'cut' if size < need else 'padded'}: "
+                         f"{count} tokens need {need} bytes, it has {size}")
+    if not count:
+        raise ValueError(f"{path} is empty: it holds no tokens")
+    return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(count,))
+
+
+@functools.cache
+def load_tokenizer(name):
+    """"bytes" or "gpt2" -> an object with
+        .name, .vocab_size     256, or 50304: GPT-2's 50257 padded to a multiple of 128
+        .start                 list of the ids that begin a document: [], or [50256], end-of-text
+        .encode(text)          list of ids; nothing in the text is taken for a special token
+        .decode(ids)           bytes, not always whole UTF-8; ids without text give none
+    Raises ValueError for another name, OSError when GPT-2's files cannot be had, ImportError without tiktoken."""
+    if name == "bytes":
+        return SimpleNamespace(name=name, vocab_size=256, start=[], decode=lambda ids: bytes(int(i) for i in ids),
+                               encode=lambda text: list(text.encode("utf-8", "replace")))
+    if name != "gpt2":
+        raise ValueError(f"tokenizer={name!r} is neither 'bytes' nor 'gpt2'")
+    import tiktoken
+    try:
+        bpe = tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:
+        raise OSError("GPT-2's tokenizer cannot be loaded: tiktoken needs the network once, or its two files in the "
+                      f"folder that TIKTOKEN_CACHE_DIR names ({type(error).__name__})") from error
+    return SimpleNamespace(name=name, vocab_size=50304, start=[bpe.eot_token], encode=bpe.encode_ordinary,
+                           decode=lambda ids: bpe.decode_bytes([int(i) for i in ids if i < bpe.eot_token]))
+
+
+# -- from text to shards -------------------------------------------------------------------------------------
+
+def tokens_of(text, tokenizer, advance=lambda nbytes: None):
+    """Yield one document's tokens as uint16 arrays, start ids first. advance is told the bytes of text behind it."""
+    yield np.array(tokenizer.start, np.uint16)
+    begin = 0
+    while begin < len(text):
+        # No token of GPT-2 spans this place: white space opens a token, and never follows anything else in one.
+        place = re.compile(r"(?<=\S)[ \n]").search(text, begin + PIECE_CHARS)
+        end = place.start() if place else len(text)
+        yield np.array(tokenizer.encode(text[begin:end]), np.uint16)
+        advance(len(text[begin:end].encode("utf-8", "replace")))
+        begin = end
+
+
+def write_shards(folder, stem, pieces):
+    """Write an iterable of uint16 arrays as folder/stem_000.bin, _001, ..., SHARD_TOKENS in each. -> number of tokens."""
+    shard, filled, total = np.empty(SHARD_TOKENS, np.uint16), 0, 0
+
+    def flush():
+        write_shard(folder / f"{stem}_{(total - 1) // SHARD_TOKENS:03d}.bin", shard[:filled])
+
+    for piece in pieces:
+        while len(piece):
+            room = piece[:SHARD_TOKENS - filled]
+            shard[filled:filled + len(room)] = room
+            piece, filled, total = piece[len(room):], filled + len(room), total + len(room)
+            if filled == SHARD_TOKENS:
+                flush()
+                filled = 0
+    if filled:
+        flush()
+    return total
+
+
+def say(text, end="\n"):
+    print(text.ljust(79) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def size_of(nbytes):
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def meter(what, total, done=0):
+    """-> advance(nbytes), which threads may share and which shows now and then how far a long job is."""
+    begin = last = time.monotonic()
+    first, lock = done, threading.Lock()
+
+    def advance(nbytes):
+        nonlocal done, last
+        with lock:
+            done, now = done + nbytes, time.monotonic()
+            if now - last < (0.5 if sys.stdout.isatty() else 15) or now - begin < 2:
+                return
+            last, speed = now, max(done - first, 1) / (now - begin)
+            minutes, seconds = divmod(int(max(total - done, 0) / speed), 60)
+            say(f"{what}: {size_of(done)} of {size_of(total)}, {speed / 1e6:.1f} MB/s, {minutes}:{seconds:02d} left",
+                end="\r" if sys.stdout.isatty() else "\n")
+
+    return advance
+
+
+# -- what a dataset's folder says of itself ------------------------------------------------------------------
+
+def read_meta(folder, **wanted):
+    """-> (what folder holds, is it finished), ({}, False) for nothing. Raises ValueError if it is not what is wanted."""
+    for path in (folder / "meta.json", folder / "progress.json"):
+        if path.exists():
+            try:
+                meta = dict(json.loads(path.read_text("utf-8")))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path} is not a dataset's description; delete the folder {folder}") from error
+            for key, value in wanted.items():
+                if meta.get(key) != value:
+                    raise ValueError(f"{folder} was made with {key}={meta.get(key)!r}, not {value!r}: "
+                                     "delete the folder or choose another --dataset name")
+            return meta, path.name == "meta.json"
+    return {}, False
+
+
+def write_meta(path, meta):
+    with whole_file(path) as file:
+        file.write((json.dumps(meta, indent=1) + "\n").encode())
+
+
+def summary(folder, meta):
+    documents = f"{meta['documents']:,} document{'s' * (meta['documents'] != 1)}, " if "documents" in meta else ""
+    return f"{folder}: {documents}{meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens"
+
+
+def announce(folder, download, disk):
+    """Say what is to come, in bytes; raise OSError where it cannot fit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    say(f"{folder}: {size_of(download)} to download; {size_of(disk)} of disk needed, {size_of(free)} free")
+    if disk > free:
+        raise OSError(f"{folder} needs {size_of(disk)} of disk, and only {size_of(free)} are free")
+
+
+# -- pydocs and a person's own text --------------------------------------------------------------------------
+
+def write_texts(folder, tokenizer, texts, nbytes, **meta):
+    """Write the two iterables of documents, texts["train"] and texts["val"], as a dataset."""
+    folder.mkdir(parents=True, exist_ok=True)
+    advance = meter(str(folder), nbytes)
+
+    def clear():
+        for split in texts:
+            for leftover in folder.glob(f"{split}_[0-9]*.bin*"):
+                leftover.unlink()
+
+    clear()
+    # The names do not carry the dataset's own, which might contain "train" or "val".
+    tokens = {split: write_shards(folder, split, (piece for text in texts[split]
+                                                  for piece in tokens_of(text, tokenizer, advance)))
+              for split in texts}
+    for split, n in tokens.items():
+        if n < 2:
+            clear()
+            raise ValueError(f"the text is too short: {n} token{'s' * (n != 1)} for {split}, at least 2 are needed")
+    meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, **meta, "tokens": tokens}
+    write_meta(folder / "meta.json", meta)
+    say(summary(folder, meta))
+
+
+def cut_text(text):
+    """-> the first nine tenths of a text's bytes, the rest; no character is split."""
+    data = text.encode()
+    head = data[:len(data) * 9 // 10].decode(errors="ignore")
+    return {"train": [head], "val": [text[len(head):]]}
+
+
+def prepare_pydocs(tokenizer="bytes"):
+    """Write data/pydocs/, unless it is there. Raises ValueError or OSError with a sentence for the user."""
+    folder = DATA / "pydocs"
+    meta, finished = read_meta(folder, tokenizer=tokenizer)
+    if finished:
+        return say(f"{summary(folder, meta)}; finished, nothing to do")
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError("this Python comes without its manual (pydoc_data); install its documentation package, "
+                         "or make a dataset of your own text with --input") from error
+    text = "\n\n\n".join(topics[name].rstrip("\n") for name in sorted(topics)) + "\n"
+    write_texts(folder, load_tokenizer(tokenizer), cut_text(text), len(text.encode()),
+                source=f"pydoc_data.topics of Python {platform.python_version()}", documents=1)
+
+
+def files_under(path):
+    """-> path itself, or a folder's files to the bottom, sorted, without hidden ones and links in a circle."""
+    if not path.is_dir():
+        return [path]
+    entries = [entry for entry in sorted(path.iterdir())
+               if not entry.name.startswith(".") and not path.resolve().is_relative_to(entry.resolve())]
+    return [file for entry in entries for file in files_under(entry)]
+
+
+def read_text(path):
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.object[error.start]:#04x} "
+                         f"at offset {error.start}") from error
+
+
+def prepare_input(name, paths, tokenizer):
+    """Write data/<name>/ from UTF-8 files and folders. One document is cut 90/10; of several, whole ones, in the order
+    of a hash of their names, go to validation as far as they fit into a tenth of the bytes."""
+    folder, source = DATA / name, [Path(path).as_posix() for path in paths]
+    meta, finished = read_meta(folder, tokenizer=tokenizer, source=source)
+    if finished:
+        return say(f"{summary(folder, meta)}; finished, nothing to do")
+    names = {}  # of each file: below the folder that was given, so that its place does not count
+    for given in paths:
+        for path in files_under(Path(given)):
+            if not given or not path.is_file():  # a pipe would be waited for
+                raise ValueError(f"--input: {str(path) if given else given!r} is not a file or folder")
+            names.setdefault(path.resolve(), path.relative_to(given).as_posix() if path != Path(given) else path.name)
+    sizes = {path: path.stat().st_size for path in names}
+    empty = [names[path] for path in names if not sizes[path]]
+    if empty:
+        say(f"left out {len(empty)} empty file{'s' * (len(empty) != 1)}: "
+            f"{', '.join(empty[:3])}{', ...' * (len(empty) > 3)}")
+    files = [path for path in names if sizes[path]]
+    if not files:
+        raise ValueError(f"--input: there is no text in {', '.join(source)}")
+    total = sum(sizes.values())
+    if len(files) == 1:
+        texts = cut_text(read_text(files[0]))
+    else:
+        val, room = set(), total // 10
+        for path in sorted(files, key=lambda path: name_hash(names[path])):
+            if sizes[path] <= room:
+                val.add(path)
+                room -= sizes[path]
+        val = val or {min(files, key=sizes.get)}
+        texts = {"train": (read_text(path) for path in files if path not in val),
+                 "val": (read_text(path) for path in files if path in val)}
+    write_texts(folder, load_tokenizer(tokenizer), texts, total, source=source, documents=len(files))
+
+
+def name_hash(name):
+    """A document's name -> a number that is the same everywhere."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+
+
+# -- downloads -----------------------------------------------------------------------------------------------
+
+def hub_url(repo, path):
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    return f"{endpoint.rstrip('/')}/datasets/{repo[0]}/resolve/{repo[1]}/{path}"
+
+
+def ask(method, url, retries=RETRIES, **headers):
+    """-> requests.Response, body not yet read. Raises OSError when no answer comes."""
+    import requests
+    from urllib3.util import Retry
+    session = requests.Session()
+    retry = Retry(retries, backoff_factor=BACKOFF, raise_on_status=False,
+                  status_forcelist=(429, 500, 502, 503, 504))  # it heeds Retry-After
+    session.mount("http://", requests.adapters.HTTPAdapter(max_retries=retry))
+    session.mount("https://", requests.adapters.HTTPAdapter(max_retries=retry))
+    try:
+        return session.request(method, url, stream=True, timeout=TIMEOUT, allow_redirects=True,
+                               headers={"Accept-Encoding": "identity", **headers})
+    except requests.RequestException as error:
+        raise OSError(f"cannot reach {url} ({type(error).__name__}); "
+                      "the same command goes on where this stopped") from error
+
+
+def announced(answer):
+    """-> (size of the whole file, its sha256) as far as the headers tell, else None. The hub's redirect knows best."""
+    linked = [r.headers for r in answer.history if "X-Linked-Size" in r.headers or "X-Linked-Etag" in r.headers]
+    linked = linked[0] if linked else {}
+    whole = {200: answer.headers.get("Content-Length", ""),
+             206: answer.headers.get("Content-Range", "").rpartition("/")[2],
+             416: answer.headers.get("Content-Range", "").rpartition("/")[2]}.get(answer.status_code, "")
+    size = linked.get("X-Linked-Size", whole)
+    etag = linked.get("X-Linked-Etag", answer.headers.get("ETag", "")).removeprefix("W/").strip('"').lower()
+    return int(size) if size.isdigit() else None, etag if re.fullmatch("[0-9a-f]{64}", etag) else None
+
+
+def remote_size(url, guess):
+    """Bytes to come from url; a guess for servers that do not tell. Raises OSError when url cannot be had."""
+    with ask("HEAD", url, retries=3) as answer:
+        if answer.status_code in (401, 403, 404, 410):
+            raise OSError(f"the server answers {answer.status_code} to {url}")
+        return announced(answer)[0] or int(guess)
+
+
+def check_download(part, url, size, sha256):
+    if size is not None and part.stat().st_size != size:
+        raise ValueError(f"{url} is {size} bytes long, but {part.stat().st_size} came")
+    if sha256:
+        digest = hashlib.sha256()
+        with open(part, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        if digest.hexdigest() != sha256:
+            raise ValueError(f"{url} arrived damaged: its sha256 is not the announced {sha256}")
+
+
+def download(url, path, advance, check=lambda part: None):
+    """Fetch url as path, going on from what an earlier try left in path.part. advance is told the bytes that come;
+    check(part) raises ValueError for wrong content. Raises OSError when network or server do not give the file,
+    ValueError when they give a wrong one."""
+    import requests
+    part = Path(f"{path}.part")
+    best = have = part.stat().st_size if part.exists() else 0
+    fresh, fruitless = False, 0  # fresh: all of part was written by this call
+    while fruitless < ATTEMPTS:
+        time.sleep(BACKOFF * (2 ** fruitless - 1))
+        fresh, ended = fresh or not have, False
+        with ask("GET", url, **({"Range": f"bytes={have}-"} if have else {})) as answer:
+            status, (size, sha256) = answer.status_code, announced(answer)
+            asked = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+            if status == 200 or status == 206 and asked:
+                if status == 200:  # from the beginning, asked for or not
+                    advance(-have)
+                    have, fresh = 0, True
+                answer.raw.enforce_content_length = False  # or urllib3 drops the last piece of a broken-off body
+                with open(part, "ab" if have else "wb") as file, contextlib.suppress(requests.RequestException):
+                    for chunk in answer.iter_content(1 << 16):
+                        file.write(chunk)
+                        have += len(chunk)
+                        advance(len(chunk))
+                    ended = True
+            elif status == 416 and size == have:  # nothing is left to send
+                ended = True
+            elif status in (206, 416):
+                part.unlink()
+                advance(-have)
+                have = 0
+            else:
+                raise OSError(f"the server answers {status} to {url}")
+        if ended if size is None else have >= size:
+            try:
+                check_download(part, url, size, sha256)
+                check(part)
+                return os.replace(part, path)
+            except ValueError:
+                part.unlink()
+                if fresh:
+                    raise
+                advance(-have)
+                have = 0
+        fruitless = 0 if have > best else fruitless + 1
+        best = max(best, have)
+    raise OSError(f"{url} broke off {ATTEMPTS} times after {best} bytes; the same command goes on where this stopped")
+
+
+# -- OpenWebText ---------------------------------------------------------------------------------------------
+
+def tar_files(file):
+    """Yield (name, bytes) of what an open tar holds besides folders; None instead of bytes for what is no regular file or
+    too large. Raises tarfile.TarError for a tar that is broken or cut."""
+    import tarfile
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for entry in tar:
+            plain = entry.isreg() and not entry.issparse() and entry.size <= MEMBER_BYTES
+            if not entry.isdir():
+                yield entry.name, tar.extractfile(entry).read() if plain else None
+        file.seek(tar.offset)
+        if file.read(512) != bytes(512):  # tarfile takes a damaged header, or none, for the end
+            raise tarfile.ReadError("no end mark")
+
+
+def tokenize_member(name, data):
+    """One xz member of an archive -> {"train": uint16 array, "val": ...}, counts of documents and of what was left out.
+    It depends on its arguments alone: that is why the number of workers does not show."""
+    import lzma
+    import tarfile
+    tokens, counts = {"train": [np.empty(0, np.uint16)], "val": [np.empty(0, np.uint16)]}, collections.Counter()
+    try:
+        documents = list(tar_files(io.BytesIO(lzma.open(io.BytesIO(data)).read(MEMBER_BYTES))))
+    except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError, OverflowError):
+        # What comes before the damage is left out too: xz finds it only at a block's end.
+        documents, counts["broken xz members"] = [], 1
+    for file, content in documents:
+        try:
+            text = content and re.sub(r"\n{3,}", "\n\n", content.decode()).strip()
+        except UnicodeDecodeError:
+            counts["documents that are not UTF-8"] += 1
+            continue
+        if text:
+            split = "train" if name_hash(f"{name}/{file}") % VAL_ONE_IN else "val"
+            tokens[split] += tokens_of(text, load_tokenizer("gpt2"))
+            counts["documents"] += 1
+        else:
+            counts["members that are not regular files" if text is None else "empty documents"] += 1
+    return {split: np.concatenate(arrays) for split, arrays in tokens.items()}, counts
+
+
+def start_worker():
+    """Ctrl-C is the parent's to handle; and a worker whose parent was killed would wait for ever."""
+    import multiprocessing
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def in_order(function, jobs, workers):
+    """Yield function(*job) of each job, in order, from processes; only a few jobs are read ahead."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
+    waiting, handler = collections.deque(), signal.getsignal(signal.SIGINT)
+    try:
+        for job in jobs:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # for a process that starts here, until it can do so itself
+            waiting.append(pool.submit(function, *job))
+            signal.signal(signal.SIGINT, handler)
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise OSError("a worker process died, perhaps for want of memory: try fewer --workers; "
+                      "the same command goes on where this stopped") from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        pool.shutdown(cancel_futures=True)
+
+
+def tokenize_archive(archive, folder, subset, workers):
+    """Write the shards of one archive. -> what meta.json says of it. Raises ValueError if archive is not a whole tar."""
+    import tarfile
+    counts, val = collections.Counter(), []
+    advance = meter(f"{archive.name} to tokens", archive.stat().st_size)
+
+    def jobs(file):
+        for name, data in tar_files(file):
+            if data is None:
+                counts["members that are not regular files"] += 1
+            else:
+                advance(len(data))
+                yield name, data
+
+    def train(file):
+        for tokens, n in in_order(tokenize_member, jobs(file), workers):
+            counts.update(n)
+            val.append(tokens["val"])
+            yield tokens["train"]
+
+    try:
+        with open(archive, "rb") as file:
+            tokens = {"train": write_shards(folder, f"openwebtext_train_{subset}", train(file)),
+                      "val": write_shards(folder, f"openwebtext_val_{subset}", val)}
+    except tarfile.TarError as error:
+        raise ValueError(f"{archive} is not a whole tar archive ({error}): "
+                         "delete it and run the command again") from error
+    return {"documents": counts.pop("documents", 0), "tokens": tokens, "left_out": dict(sorted(counts.items()))}
+
+
+def prepare_openwebtext(subsets, workers, keep_raw):
+    """Add subsets, a list of numbers, to data/openwebtext/."""
+    try:
+        import lzma  # noqa: F401
+    except ImportError as error:
+        raise ValueError("this Python was built without lzma, which OpenWebText's archives need") from error
+    folder, raw = DATA / "openwebtext", DATA / "openwebtext" / "raw"
+    source = {"tokenizer": "gpt2", "vocab_size": 50304, "source": OPENWEBTEXT[0], "revision": OPENWEBTEXT[1]}
+    meta, finished = read_meta(folder, **source)
+    done = meta.get("subsets", {})
+    missing = [f"{subset:02d}" for subset in subsets if f"{subset:02d}" not in done]
+    if finished and not missing:
+        return say(f"{summary(folder, meta)}, {len(done)} of {OPENWEBTEXT_SUBSETS} subsets; finished, nothing to do")
+
+    load_tokenizer("gpt2")  # fails here rather than after gigabytes
+    archives = {subset: raw / f"urlsf_subset{subset}.tar" for subset in missing}
+    urls = {subset: hub_url(OPENWEBTEXT, f"subsets/{archives[subset].name}") for subset in missing}
+    sizes = {subset: path.stat().st_size if path.exists() else remote_size(urls[subset], OPENWEBTEXT_BYTES)
+             for subset, path in archives.items()}
+    there = {subset: bytes_there(path) for subset, path in archives.items()}
+    kept = sum(sizes.values()) if keep_raw else max(sizes.values(), default=0)
+    announce(folder, sum(sizes.values()) - sum(there.values()),
+             int(OPENWEBTEXT_GROWTH * sum(sizes.values())) + max(kept - sum(there.values()), 0))
+    raw.mkdir(exist_ok=True)
+    if finished:
+        os.replace(folder / "meta.json", folder / "progress.json")
+    for shard in folder.glob("openwebtext_*.bin*"):  # an interrupted run's
+        if shard.name.split("_")[2] not in done:
+            shard.unlink()
+
+    for subset, archive in archives.items():
+        if not archive.exists():
+            download(urls[subset], archive, meter(archive.name, sizes[subset], there[subset]))
+        done[subset] = tokenize_archive(archive, folder, subset, workers)
+        if not keep_raw:
+            archive.unlink()
+        done = dict(sorted(done.items()))
+        left_out = sum((collections.Counter(part["left_out"]) for part in done.values()), collections.Counter())
+        meta = {**source, "documents": sum(part["documents"] for part in done.values()),
+                "tokens": {split: sum(part["tokens"][split] for part in done.values())
+                           for split in ("train", "val")},
+                "left_out": dict(sorted(left_out.items())), "subsets": done}
+        write_meta(folder / "progress.json", meta)
+        say(f"{summary(folder, meta)}, {len(done)} of {OPENWEBTEXT_SUBSETS} subsets")
+    os.replace(folder / "progress.json", folder / "meta.json")
+    with contextlib.suppress(OSError):  # kept archives keep it
+        raw.rmdir()
+    for kind, n in meta["left_out"].items():
+        say(f"left out: {n:,} {kind}")
+    say(summary(folder, meta))
+
+
+def bytes_there(path):
+    """Bytes of path that need not be downloaded any more."""
+    return next((p.stat().st_size for p in (path, Path(f"{path}.part")) if p.exists()), 0)
+
+
+# -- FineWeb-Edu ---------------------------------------------------------------------------------------------
+
+def prepare_fineweb_edu(shards):
+    """Bring data/fineweb_edu/ to the validation shard and the first `shards` training shards."""
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+    folder = DATA / "fineweb_edu"
+    source = {"tokenizer": "gpt2", "vocab_size": 50304, "source": FINEWEB_EDU[0], "revision": FINEWEB_EDU[1]}
+    meta, finished = read_meta(folder, **source)
+    if finished and shards <= meta["shards"]:
+        return say(f"{summary(folder, meta)}, {meta['shards']} training shards; finished, nothing to do")
+
+    shards = max(shards, meta.get("shards", 0))
+    names = ["edu_fineweb_val_000000.bin"] + [f"edu_fineweb_train_{i + 1:06d}.bin" for i in range(shards)]
+    paths = {folder / name: hub_url(FINEWEB_EDU, name) for name in names if not (folder / name).exists()}
+    pool = ThreadPoolExecutor(AT_ONCE)
+    total = sum(pool.map(lambda url: remote_size(url, FINEWEB_EDU_BYTES), paths.values()))
+    there = sum(bytes_there(path) for path in paths)
+    announce(folder, total - there, total - there)
+    if finished:
+        os.replace(folder / "meta.json", folder / "progress.json")
+    for shard in folder.glob("edu_fineweb_*.bin*"):  # an interrupted run's that wanted more
+        if shard.name.removesuffix(".part") not in names:
+            shard.unlink()
+
+    count, stop = meter(str(folder), total, there), threading.Event()
+
+    def advance(nbytes):
+        if stop.is_set():
+            raise OSError("stopped")
+        count(nbytes)
+
+    try:
+        waiting = {pool.submit(download, url, path, advance, read_shard) for path, url in paths.items()}
+        while waiting:
+            done, waiting = wait(waiting, timeout=1, return_when=FIRST_EXCEPTION)  # on Windows Ctrl-C comes between
+            for job in done:
+                job.result()
+    except BaseException as error:
+        stop.set()
+        pool.shutdown(wait=not isinstance(error, KeyboardInterrupt), cancel_futures=True)
+        raise
+    lengths = {name: len(read_shard(folder / name)) for name in names}
+    meta = {**source, "tokens": {split: sum(n for name, n in lengths.items() if split in name)
+                                 for split in ("train", "val")}, "shards": shards}
+    write_meta(folder / "progress.json", meta)
+    os.replace(folder / "progress.json", folder / "meta.json")
+    say(summary(folder, meta))
+
+
+# -- the command line ----------------------------------------------------------------------------------------
+
+def parse_subsets(text):
+    """"0-2,5" -> [0, 1, 2, 5]"""
+    subsets = set()
+    for part in text.split(","):
+        span = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        first, last = (int(span[1]), int(span[2] or span[1])) if span else (0, -1)
+        if not first <= last < OPENWEBTEXT_SUBSETS:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like 5, 0-2 or 0,3, with numbers from 0 to 20")
+        subsets.update(range(first, last + 1))
+    return sorted(subsets)
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser("prepare.py", "python prepare.py [--name=value ...]", __doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="pydocs", help="pydocs, openwebtext, fineweb_edu, or a name for --input")
+    parser.add_argument("--input", nargs="+", metavar="PATH", help="UTF-8 text: files, and folders read to the bottom")
+    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"),
+                        help="of pydocs and --input, default bytes; the others are gpt2")
+    parser.add_argument("--workers", type=int, help="openwebtext: processes that tokenize, default one for each core")
+    parser.add_argument("--subsets", type=parse_subsets, help="openwebtext: archives, as 5, 0-2 or 0,3; default 0-20")
+    parser.add_argument("--keep_raw", choices=("True", "False"), help="openwebtext: keep the archives, default False")
+    parser.add_argument("--shards", type=int, help="fineweb_edu: training shards of 100M tokens and 200 MB, default 10")
+    args = parser.parse_args(argv)
+
+    known = ("pydocs", "openwebtext", "fineweb_edu")
+    if args.input and args.dataset in known:
+        parser.error("--input makes a dataset of its own: name it with --dataset=NAME, "
+                     f"which cannot be {', '.join(known[:-1])} or {known[-1]}")
+    if not args.input and args.dataset not in known:
+        parser.error(f"--dataset={args.dataset} is none of {', '.join(known)}, and there is no --input to make it from")
+    if not re.fullmatch(r"\w[\w.-]*", args.dataset):
+        parser.error(f"--dataset={args.dataset} is not a plain folder name")
+    for flag in ("workers", "subsets", "keep_raw", "shards"):
+        dataset = "fineweb_edu" if flag == "shards" else "openwebtext"
+        if getattr(args, flag) is not None and args.dataset != dataset:
+            parser.error(f"--{flag} belongs to --dataset={dataset}, not to --dataset={args.dataset}")
+    if args.dataset in known[1:] and args.tokenizer == "bytes":
+        parser.error(f"--tokenizer=bytes does not go with --dataset={args.dataset}, which is gpt2")
+    if args.workers is not None and args.workers < 1:
+        parser.error(f"--workers={args.workers} is not at least 1")
+    if args.shards is not None and not 1 <= args.shards <= FINEWEB_EDU_SHARDS:
+        parser.error(f"--shards={args.shards} is not from 1 to {FINEWEB_EDU_SHARDS}")
+    return args
+
+
+def main(argv=None):
+    """-> exit status."""
+    args = parse_args(argv)
+    try:
+        if args.dataset == "openwebtext":
+            prepare_openwebtext(args.subsets or range(OPENWEBTEXT_SUBSETS),
+                                args.workers or min(os.cpu_count() or 1, 61),  # 61 is as many as Windows starts
+                                args.keep_raw == "True")
+        elif args.dataset == "fineweb_edu":
+            prepare_fineweb_edu(args.shards or 10)
+        elif args.input:
+            prepare_input(args.dataset, args.input, args.tokenizer or "bytes")
+        else:
+            prepare_pydocs(args.tokenizer or "bytes")
+        return 0
+    except KeyboardInterrupt:
+        message, status = "interrupted; the same command goes on where this stopped", 130
+    except ImportError as error:
+        message, status = f"{error.name} is missing: pip install {error.name}", 1
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        status = 1
+    except (ValueError, MemoryError) as error:
+        message, status = str(error) or "out of memory", 1
+    print(f"prepare.py: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a file's name need not fit the terminal's encoding
+    status = main()
+    if status == 130 and threading.active_count() > 1:
+        os._exit(status)  # a thread may still listen to a silent server; what it leaves is good to go on from
+    sys.exit(status)

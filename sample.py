@@ -1,0 +1,79 @@
+"""Text from a checkpoint: python sample.py --prompt="The for statement" """
+import argparse
+import codecs
+import os
+import sys
+
+import torch
+
+from model import load_checkpoint, pick_device
+from prepare import load_tokenizer
+
+
+def parse(argv):
+    """The flags, checked, as a namespace; exits with one sentence on a bad one."""
+    parser = argparse.ArgumentParser(prog="sample.py", usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     description="Streams text from a model: sample.py [--name=value ...]")
+    parser.add_argument("--out_dir", default="out", help="folder of the checkpoint, ckpt.pt")
+    parser.add_argument("--prompt", default="", help="text to continue, FILE:path, or - for standard input")
+    parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("--max_new_tokens", type=int, default=500, help="length of a sample, in tokens")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token every time")
+    parser.add_argument("--top_k", type=int, default=None, help="sample among the k likeliest tokens only")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--n_loop", type=int, default=None, help="rounds to run, if not those of the training")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"))
+    args = parser.parse_args(argv)
+    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0),
+                        ("n_loop", 1)):
+        value = getattr(args, name)
+        if value is not None and not least <= value < 2 ** 63:
+            parser.error(f"--{name}={value} is not at least {least}")
+    return args
+
+
+def read_prompt(prompt):
+    """The prompt's text: itself, or the contents of the file or of standard input that it names."""
+    if prompt == "-":
+        return sys.stdin.buffer.read().decode()
+    if prompt.startswith("FILE:"):
+        with open(prompt.removeprefix("FILE:"), "rb") as f:
+            return f.read().decode()
+    return prompt
+
+
+def main(argv=None):
+    args = parse(argv)
+    try:
+        device = pick_device(args.device)
+        model, checkpoint = load_checkpoint(os.path.join(args.out_dir, "ckpt.pt"))
+        tokenizer = load_tokenizer(checkpoint["tokenizer"])
+        prompt = read_prompt(args.prompt)
+    except UnicodeDecodeError as error:
+        sys.exit(f"sample.py: prompt={args.prompt} is not UTF-8 text: {error.reason} at byte {error.start}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"sample.py: {error}")
+    ids = tokenizer.start + tokenizer.encode(prompt) or tokenizer.encode("\n")
+    block_size = model.config.block_size
+    if len(ids) > block_size:
+        print(f"the prompt has {len(ids)} tokens, and the model reads the last {block_size}", file=sys.stderr)
+    model.to(device).eval()
+    model.n_loop = args.n_loop or model.n_loop
+    torch.manual_seed(args.seed)
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    for _ in range(args.num_samples):
+        text = codecs.getincrementaldecoder("utf-8")(errors="replace")     # keeps bytes back until they are whole
+        print(prompt, end="", flush=True)
+        for token in model.generate(torch.tensor([ids], device=device), args.max_new_tokens, args.temperature, args.top_k):
+            if token.item() in tokenizer.start:                            # a new document would begin
+                break
+            print(text.decode(tokenizer.decode(token[0].tolist())), end="", flush=True)
+        print(text.decode(b"", final=True))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (KeyboardInterrupt, BrokenPipeError):                           # Ctrl-C, or a reader such as head that has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # what is still in the buffer goes nowhere
+        sys.exit(130)

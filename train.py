@@ -1,0 +1,487 @@
+"""Trains the looped GPT of model.py on token shards that prepare.py made.
+
+    python train.py                                            # pydocs, minutes on a laptop
+    torchrun train.py --n_loop=4                               # the same, started by torchrun
+    torchrun --nproc_per_node=8 train.py --preset=small        # one node with 8 GPUs
+    torchrun train.py --resume=auto                            # go on where the run stopped, or start
+
+Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.csv (one row a step).
+"""
+import argparse
+import csv
+import glob
+import io
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from model import GPT, GPTConfig, load_checkpoint, pick_device
+from prepare import prepare_pydocs, read_shard, whole_file
+
+
+# ---- settings -------------------------------------------------------------------------------------------------
+
+def flag(default, help, **limits):
+    """A field of Settings. Limits: choices=(...), least=x for value >= x, above=x for value > x."""
+    return field(default=default, metadata=dict(help=help, **limits))
+
+
+@dataclass
+class Settings:
+    """Every setting of a run; the fields are the flags. Raises ValueError for a value out of its limits."""
+    preset: str = flag("tiny", "where the other defaults come from", choices=("tiny", "small", "medium"))
+    out_dir: str = flag("out", "folder for checkpoints and log.csv")
+    resume: str = flag("False", "True goes on from the checkpoint in out_dir, auto if there is one",
+                       choices=("False", "True", "auto"))
+    seed: int = flag(1, "of the initial weights and of the batches", least=0)
+    # data
+    dataset: str = flag("pydocs", "a folder under data/, made by prepare.py")
+    batch_size: int = flag(8, "sequences per process and micro-step", least=1)
+    grad_accum: int = flag(1, "micro-steps per step, shared by all processes", least=1)
+    # model; GPTConfig checks these
+    block_size: int = flag(128, "context length in tokens")
+    n_layer: int = flag(2, "K, physical blocks")
+    n_loop: int = flag(4, "R, rounds over the blocks")
+    n_head: int = flag(4, "attention heads")
+    n_embd: int = flag(128, "width of the residual stream")
+    scaling: str = flag("deeploop", "residual scaling", choices=("deeploop", "deepnorm", "preln"))
+    exponent: float | None = flag(None, "p of the residual scaling, in place of 1/2 (deeploop) or 1/4 (deepnorm)")
+    # optimization
+    max_steps: int = flag(1200, "steps of the whole run", least=1)
+    learning_rate: float = flag(3e-3, "at its peak; a cosine takes it down to a tenth", above=0)
+    warmup_steps: int = flag(300, "steps of linear warmup", least=0)
+    weight_decay: float = flag(0.1, "AdamW's", least=0)
+    grad_clip: float = flag(1.0, "longest gradient, in the 2-norm", above=0)
+    # evaluation
+    eval_interval: int = flag(200, "steps between evaluations, each with a checkpoint", least=1)
+    eval_windows: int = flag(256, "validation sequences, evenly spaced and the same each time", least=1)
+    log_interval: int = flag(20, "steps between progress lines", least=1)
+    keep: int = flag(0, "older checkpoints to keep beside the latest", least=0)
+    # machine
+    device: str = flag("auto", "auto takes CUDA, else MPS, else the CPU", choices=("auto", "cuda", "mps", "cpu"))
+    dtype: str = flag("auto", "of the matrix products; auto takes bfloat16 on GPUs that have it",
+                      choices=("auto", "float32", "bfloat16", "float16"))
+    compile: str = flag("auto", "torch.compile for each block; auto on CUDA only", choices=("auto", "True", "False"))
+    recompute: bool = flag(False, "recompute each visit in the backward pass: memory hardly grows with n_loop")
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, limits = getattr(self, f.name), f.metadata
+            if "choices" in limits and value not in limits["choices"]:
+                raise ValueError(f"{f.name}={value} is none of {', '.join(limits['choices'])}")
+            if "least" in limits and not limits["least"] <= value < math.inf:
+                raise ValueError(f"{f.name}={value} is not at least {limits['least']}")
+            if "above" in limits and not limits["above"] < value < math.inf:
+                raise ValueError(f"{f.name}={value} is not above {limits['above']}")
+
+
+PAPER = dict(dataset="openwebtext", block_size=1024, max_steps=100_000, learning_rate=1e-3, warmup_steps=2000,
+             eval_interval=1000, eval_windows=1920, log_interval=10)
+PRESETS = {
+    "tiny": {},
+    # the paper's two models; 480 sequences a step either way
+    "small": dict(PAPER, n_layer=12, n_head=6, n_embd=768, batch_size=15, grad_accum=32),
+    "medium": dict(PAPER, n_layer=24, n_head=8, n_embd=1024, batch_size=10, grad_accum=48),
+}
+MODEL_FLAGS = ("block_size", "n_layer", "n_loop", "n_head", "n_embd", "scaling", "exponent")
+
+
+def boolean(text):
+    """The bool that text spells, True or False; anything else is a ValueError, which argparse reports."""
+    if text not in ("True", "False"):
+        raise ValueError
+    return text == "True"
+
+
+def configure(argv):
+    """(settings, model, checkpoint) of the run that the flags ask for; the latter two are None for a fresh one.
+
+    A flag wins over the checkpoint's settings, and those over the preset. Exits with one sentence on a bad flag, on
+    a model flag that contradicts the checkpoint, and if there is no checkpoint where one is asked for.
+    """
+    parser = argparse.ArgumentParser(prog="train.py", usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS,
+                                     description="Trains a looped GPT: [torchrun] train.py [--name=value ...]")
+    for f in fields(Settings):
+        kind = {bool: boolean, float | None: float}.get(f.type, f.type)
+        default = " / ".join(str(preset.get(f.name, f.default)) for preset in PRESETS.values()) \
+            if any(f.name in preset for preset in PRESETS.values()) else f.default
+        parser.add_argument("--" + f.name, type=kind, choices=f.metadata.get("choices"), metavar="...",
+                            help=f"{f.metadata['help']} (default: {default})")
+    given = vars(parser.parse_args(argv))
+    try:
+        settings = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
+        found = newest_checkpoint(settings.out_dir) if settings.resume != "False" else None
+        if found is None:
+            if settings.resume == "True":
+                raise ValueError(f"resume=True, but {settings.out_dir} holds no checkpoint; --resume=auto would start")
+            GPTConfig(**{name: getattr(settings, name) for name in MODEL_FLAGS})
+            return settings, None, None
+        model, checkpoint = found
+        for name in ("preset", *MODEL_FLAGS):
+            trained = checkpoint["settings"][name]
+            if given.get(name, trained) != trained:
+                raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {settings.out_dir}, which has "
+                                 f"{name}={trained}; leave the flag out, or choose another --out_dir")
+        return Settings(**(checkpoint["settings"] | given)), model, checkpoint
+    except ValueError as error:
+        parser.error(str(error))
+
+
+# ---- data -----------------------------------------------------------------------------------------------------
+
+def open_split(dataset, split, block_size):
+    """A split's shards, memory-mapped, and how many windows of block_size + 1 tokens start in each.
+
+    Raises ValueError if there is no shard, a broken one, or no window at all.
+    """
+    paths = sorted(glob.glob(os.path.join("data", dataset, f"*{split}*.bin")))
+    shards = [read_shard(path) for path in paths]
+    counts = np.array([max(0, len(shard) - block_size) for shard in shards], dtype=np.int64)
+    if counts.sum() == 0:
+        longest = max(map(len, shards), default=0)
+        raise ValueError(f"the {split} split in data/{dataset} has at most {longest} tokens in a row, and "
+                         f"block_size={block_size} needs {block_size + 1}; give it more text or a smaller --block_size")
+    return shards, counts
+
+
+def read_windows(data, positions, block_size, device):
+    """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order."""
+    shards, counts = data
+    ends = counts.cumsum()
+    which = np.searchsorted(ends, positions, side="right")
+    starts = positions - (ends - counts)[which]
+    rows = np.stack([shards[w][s:s + block_size + 1] for w, s in zip(which, starts)])      # (B, T + 1)
+    tokens = torch.from_numpy(rows.astype(np.int64))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory()
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def load_meta(dataset):
+    """The tokenizer's name and vocabulary size of data/<dataset>; raises ValueError if it is not prepared."""
+    path = os.path.join("data", dataset, "meta.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            meta = json.load(f)
+        return str(meta["tokenizer"]), int(meta["vocab_size"])
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist, so the dataset is missing or unfinished; make it with: "
+                         f"python prepare.py --dataset={dataset}") from None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} does not name a tokenizer and a vocab_size; make the dataset anew") from None
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------
+
+def save(state, out_dir, best, keep, previous):
+    """Writes ckpt.pt, and best.pt too if it is the best; the one before, of step `previous`, joins the `keep` older ones."""
+    latest = os.path.join(out_dir, "ckpt.pt")
+    with whole_file(latest) as f:
+        torch.save(state, f)
+        if keep and previous is not None:
+            os.replace(latest, os.path.join(out_dir, f"ckpt-{previous:08d}.pt"))
+    if best:
+        with whole_file(os.path.join(out_dir, "best.pt")) as f:
+            torch.save(state, f)
+    if keep:
+        for path in sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt-*.pt")))[:-keep]:
+            os.remove(path)
+
+
+def checkpoints(out_dir):
+    """The paths of a run's checkpoints: ckpt.pt, then older ones by falling step, then best.pt; those that exist."""
+    older = sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt-*.pt")), reverse=True)
+    paths = [os.path.join(out_dir, "ckpt.pt"), *older, os.path.join(out_dir, "best.pt")]
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def newest_checkpoint(out_dir):
+    """(model, checkpoint) from ckpt.pt or, if that is missing or broken, from the newest whole one beside it.
+
+    None if there is none at all; raises ValueError, naming the first, if there are some and none is whole.
+    """
+    errors, whole = [], []
+    for path in checkpoints(out_dir):
+        try:
+            whole.append(load_checkpoint(path))
+        except ValueError as error:
+            errors.append(error)
+        if whole and path.endswith("ckpt.pt"):
+            break
+    if errors and not whole:
+        raise errors[0]
+    for error in errors:
+        print(f"{error}; taking the newest whole one", file=sys.stderr)
+    return max(whole, key=lambda found: found[1]["step"], default=None)
+
+
+def set_aside(out_dir):
+    """Moves an earlier run's files into out_dir/previous-<n>: a fresh run overwrites nothing."""
+    files = [*checkpoints(out_dir), *glob.glob(os.path.join(glob.escape(out_dir), "log.csv"))]
+    if files:
+        names = (os.path.join(out_dir, f"previous-{n}") for n in itertools.count(1))
+        folder = next(name for name in names if not os.path.exists(name))
+        os.makedirs(folder)
+        for path in files:
+            os.replace(path, os.path.join(folder, os.path.basename(path)))
+        print(f"the run that {out_dir} held is now in {folder}")
+
+
+LOG_COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "seconds")
+
+
+def open_log(out_dir, step):
+    """log.csv, open for appending the row of `step`: later rows, which a run that was cut off left, are dropped."""
+    path, rows = os.path.join(out_dir, "log.csv"), []
+    if step > 0 and os.path.isfile(path):
+        with open(path, newline="", encoding="utf-8") as f:
+            rows = [row for row in csv.reader(f) if row and row[0].isdigit() and int(row[0]) < step]
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([LOG_COLUMNS, *rows])
+    with whole_file(path) as f:
+        f.write(text.getvalue().encode())
+    return open(path, "a", newline="", encoding="utf-8")
+
+
+# ---- the run --------------------------------------------------------------------------------------------------
+
+def learning_rate_at(step, s):
+    """Linear warmup to s.learning_rate, then a cosine down to a tenth of it at s.max_steps."""
+    if step < s.warmup_steps:
+        return s.learning_rate * (step + 1) / s.warmup_steps
+    done = (step - s.warmup_steps) / max(1, s.max_steps - s.warmup_steps)
+    return s.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def pick_dtype(name, device):
+    """The dtype of the matrix products on device; raises ValueError for what it lacks."""
+    if name == "float16" and device.type != "cuda":
+        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or bfloat16")
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0) else torch.float32
+    return getattr(torch, name)
+
+
+def clock(seconds):
+    """Seconds as h:mm:ss."""
+    return f"{seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f}"
+
+
+def matmul_peak(device, dtype):
+    """FLOP/s of this device in a plain matrix product of dtype, measured for about half a second."""
+    n = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    best, end = math.inf, time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        (a @ a)[0, 0].item()        # .item() waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * n ** 3 / best
+
+
+def main(argv=None):
+    rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
+                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))     # torchrun sets them
+    s, model, checkpoint = configure(argv)
+    state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0)
+    try:
+        device = pick_device(s.device, local_rank)
+        dtype = pick_dtype(s.dtype, device)
+        if s.grad_accum % world:
+            raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {world} processes")
+        if world > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if rank == 0 and s.dataset == "pydocs" and not os.path.exists(os.path.join("data", "pydocs", "meta.json")):
+            prepare_pydocs()
+        if world > 1:
+            dist.barrier()
+        tokenizer, vocab_size = load_meta(s.dataset)
+        if state.get("tokenizer", tokenizer) != tokenizer:
+            raise ValueError(f"dataset={s.dataset} has {tokenizer} tokens; the checkpoint in {s.out_dir} was trained on "
+                             f"{state['tokenizer']} tokens")
+        if state["step"] > s.max_steps:
+            raise ValueError(f"max_steps={s.max_steps} lies behind the checkpoint's step {state['step']}")
+        train_data, val_data = (open_split(s.dataset, split, s.block_size) for split in ("train", "val"))
+        torch.manual_seed(s.seed)
+        if model is None:
+            model = GPT(GPTConfig(vocab_size, **{name: getattr(s, name) for name in MODEL_FLAGS}))
+        if rank == 0:
+            os.makedirs(s.out_dir, exist_ok=True)
+            need, free = 3 * 12 * model.num_params(), shutil.disk_usage(s.out_dir).free
+            if free < need:     # weights and two moments in float32; the latest, the best and the one being written
+                raise ValueError(f"checkpoints need {need / 1e9:.1f} GB in out_dir={s.out_dir}, and {free / 1e9:.1f} GB are free")
+            if checkpoint is None:
+                set_aside(s.out_dir)
+            log_file = open_log(s.out_dir, state["step"])
+    except (ValueError, OSError) as error:
+        sys.exit(f"train.py: {error}")
+
+    def say(text):
+        if rank == 0:
+            print(text, flush=True)
+
+    # the model, its optimizer, and where the run stands
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")      # TF32
+    model.to(device).recompute = s.recompute
+    optimizer = model.configure_optimizer(s.learning_rate, s.weight_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    step, best_val_loss, seconds = state["step"], state["best_val_loss"], state["seconds"]
+    saved_step = step if checkpoint else None
+    if checkpoint is not None:
+        optimizer.load_state_dict(dict(optimizer.state_dict(), state=checkpoint["optimizer"]))
+        scaler.load_state_dict(checkpoint["scaler"])
+    if s.compile == "True" or s.compile == "auto" and device.type == "cuda":
+        for block in model.blocks:      # each by itself: the time to compile does not grow with n_loop
+            block.compile()
+    network = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
+
+    tokens_per_step = s.batch_size * s.grad_accum * s.block_size
+    flops_per_step = model.flops_per_token() * tokens_per_step
+    peak = world * matmul_peak(device, dtype)
+    c = model.config
+    say(f"{c.scaling}: K={c.n_layer} blocks, R={c.n_loop} rounds, N={c.n_unrolled} visits, alpha={c.alpha:.4g}, "
+        f"beta={c.beta:.4g}; {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP per token")
+    say(f"{s.dataset}: {tokens_per_step:,} tokens per step on {world} x {device.type} in {str(dtype)[6:]}, "
+        f"matrix products at {peak / 1e9:,.0f} GFLOP/s; steps {step} to {s.max_steps}")
+
+    def batches_of(step):
+        """This process's micro-batches of a step; all processes together read the same windows, however many."""
+        positions = np.random.default_rng((s.seed, step)).integers(train_data[1].sum(), size=(s.grad_accum, s.batch_size))
+        return [read_windows(train_data, p, s.block_size, device) for p in positions[rank::world]]
+
+    def total(*numbers):
+        """The numbers, each summed over the processes."""
+        if world > 1:
+            numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
+            dist.all_reduce(numbers)
+            numbers = numbers.tolist()
+        return numbers
+
+    @torch.no_grad()
+    def evaluate():
+        """Mean loss over the validation windows, in nats per token; None if a signal cuts it short."""
+        windows = val_data[1].sum()
+        positions = np.linspace(0, windows - 1, min(s.eval_windows, windows)).astype(np.int64)
+        loss = 0.0
+        for i in range(rank * s.batch_size, len(positions), world * s.batch_size):
+            if stopped_by:
+                break
+            idx, targets = read_windows(val_data, positions[i:i + s.batch_size], s.block_size, device)
+            with autocast:
+                loss += model(idx, targets)[1].item() * len(idx)
+        loss, stopped = total(loss, len(stopped_by))
+        return None if stopped else loss / len(positions)
+
+    def save_checkpoint(best):
+        if rank == 0:
+            os.fsync(log_file.fileno())
+            state = dict(step=step, model=model.state_dict(), optimizer=optimizer.state_dict()["state"],
+                         scaler=scaler.state_dict(), config=asdict(c), settings=asdict(s), tokenizer=tokenizer,
+                         best_val_loss=best_val_loss, seconds=seconds)
+            try:
+                save(state, s.out_dir, best, s.keep, saved_step)
+            except OSError as error:
+                sys.exit(f"train.py: the checkpoint of step {step} could not be written ({error}); the one before it stays")
+
+    stopped_by = []     # the signal that asks to stop, once one has come; a second one ends the process at once
+
+    def on_signal(number, frame):
+        stopped_by.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+    # the loop: row `step` of the log tells of the weights after `step` steps
+    first, began = step, time.perf_counter()
+    batches = batches_of(step)
+    finished = stopped = False
+    while not stopped:
+        val_loss = None
+        if step % s.eval_interval == 0 or step == s.max_steps:
+            val_loss = evaluate()
+            if val_loss is None:
+                break
+            best = val_loss < best_val_loss
+            best_val_loss = min(val_loss, best_val_loss)
+            say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token" + "  (best so far)" * best)
+            if step > first:
+                save_checkpoint(best)
+                saved_step = step
+        if step == s.max_steps:
+            if rank == 0:
+                csv.writer(log_file).writerow((step, "", val_loss, "", "", "", f"{seconds:.3f}"))
+            finished = True
+            break
+
+        step_began = time.perf_counter()
+        lr = learning_rate_at(step, s)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = 0.0
+        for i, (idx, targets) in enumerate(batches):
+            more = i + 1 < len(batches)
+            with network.no_sync() if more and world > 1 else nullcontext():    # gradients meet once a step
+                with autocast:
+                    micro_loss = network(idx, targets)[1] / s.grad_accum * world
+                scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
+        batches = batches_of(step + 1)                                          # while the device computes
+        loss, stopped = total(loss.item() / world, len(stopped_by))
+        grad_norm = grad_norm.item()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm) and not scaler.is_enabled():
+            sys.exit(f"train.py: step {step}: loss {loss}, gradient norm {grad_norm} at learning rate {lr:.3g}; the step was "
+                     f"not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in {s.out_dir} stay")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+        took = time.perf_counter() - step_began
+        seconds += took
+        if rank == 0:
+            csv.writer(log_file).writerow((step, loss, "" if val_loss is None else val_loss, lr, grad_norm,
+                                           f"{tokens_per_step / took:.1f}", f"{seconds:.3f}"))
+            log_file.flush()
+        step += 1
+        if step % s.log_interval == 0 or step == first + 1:
+            left = (time.perf_counter() - began) / (step - first) * (s.max_steps - step)
+            say(f"step {step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  "
+                f"{tokens_per_step / took:,.0f} tokens/s  {flops_per_step / took / peak:.0%} of peak  {clock(left)} left")
+
+    if finished:
+        say(f"done: python sample.py --out_dir={s.out_dir}")
+    else:
+        save_checkpoint(best=False)
+        say(f"stopped by a signal at step {step} and saved; go on with --resume=auto")
+    if world > 1:
+        dist.destroy_process_group()
+    if not finished:
+        sys.exit(128 + (stopped_by or [signal.SIGTERM])[0])     # what follows && must not run on half a model
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:       # before the loop, which has its own way to stop
+        sys.exit(130)
+    except (RuntimeError, MemoryError) as error:
+        if "allocate" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum) or --recompute=True")
