@@ -66,6 +66,8 @@ def whole_file(path):
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(part)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -82,7 +84,7 @@ def write_shard(path, tokens):
 
 
 def read_shard(path):
-    """-> np.memmap (n,) uint16, of which only the header is read. Raises OSError, ValueError naming path and its fault."""
+    """-> np.memmap (n,) uint16; only the header is read. Raises OSError, or ValueError naming path and its fault."""
     with open(path, "rb") as file:
         head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     magic, version, count = (int(n) for n in np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), "<i4")[:3])
@@ -140,7 +142,7 @@ def tokens_of(text, tokenizer, advance=lambda nbytes: None):
 
 
 def write_shards(folder, stem, pieces):
-    """Write an iterable of uint16 arrays as folder/stem_000.bin, _001, ..., SHARD_TOKENS in each. -> number of tokens."""
+    """Write an iterable of uint16 arrays as folder/stem_000.bin, _001, ..., SHARD_TOKENS in each. -> their number."""
     shard, filled, total = np.empty(SHARD_TOKENS, np.uint16), 0, 0
 
     def flush():
@@ -282,6 +284,7 @@ def files_under(path):
 
 
 def read_text(path):
+    """Raises ValueError naming path and place if it is not UTF-8."""
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -338,7 +341,7 @@ def hub_url(repo, path):
 
 
 def ask(method, url, retries=RETRIES, **headers):
-    """-> requests.Response, body not yet read. Raises OSError when no answer comes."""
+    """-> requests.Response of any status, body not yet read. Raises OSError when none comes."""
     import requests
     from urllib3.util import Retry
     session = requests.Session()
@@ -358,10 +361,8 @@ def announced(answer):
     """-> (size of the whole file, its sha256) as far as the headers tell, else None. The hub's redirect knows best."""
     linked = [r.headers for r in answer.history if "X-Linked-Size" in r.headers or "X-Linked-Etag" in r.headers]
     linked = linked[0] if linked else {}
-    whole = {200: answer.headers.get("Content-Length", ""),
-             206: answer.headers.get("Content-Range", "").rpartition("/")[2],
-             416: answer.headers.get("Content-Range", "").rpartition("/")[2]}.get(answer.status_code, "")
-    size = linked.get("X-Linked-Size", whole)
+    whole = answer.headers.get("Content-Length" if answer.status_code == 200 else "Content-Range", "")
+    size = linked.get("X-Linked-Size", whole.rpartition("/")[2])
     etag = linked.get("X-Linked-Etag", answer.headers.get("ETag", "")).removeprefix("W/").strip('"').lower()
     return int(size) if size.isdigit() else None, etag if re.fullmatch("[0-9a-f]{64}", etag) else None
 
@@ -375,6 +376,7 @@ def remote_size(url, guess):
 
 
 def check_download(part, url, size, sha256):
+    """Raises ValueError if part is not what was announced, as far as that is known."""
     if size is not None and part.stat().st_size != size:
         raise ValueError(f"{url} is {size} bytes long, but {part.stat().st_size} came")
     if sha256:
@@ -413,8 +415,8 @@ def download(url, path, advance, check=lambda part: None):
                     ended = True
             elif status == 416 and size == have:  # nothing is left to send
                 ended = True
-            elif status in (206, 416):
-                part.unlink()
+            elif status in (206, 416):  # another range than was asked for
+                part.unlink(missing_ok=True)
                 advance(-have)
                 have = 0
             else:
@@ -464,7 +466,7 @@ def tokenize_member(name, data):
         documents, counts["broken xz members"] = [], 1
     for file, content in documents:
         try:
-            text = content and re.sub(r"\n{3,}", "\n\n", content.decode()).strip()
+            text = content and re.sub(r"\n\n\n+", "\n\n", content.decode()).strip()
         except UnicodeDecodeError:
             counts["documents that are not UTF-8"] += 1
             continue

@@ -51,7 +51,7 @@ def main(argv=None):
         prompt = read_prompt(args.prompt)
     except UnicodeDecodeError as error:
         sys.exit(f"sample.py: prompt={args.prompt} is not UTF-8 text: {error.reason} at byte {error.start}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"sample.py: {error}")
     ids = tokenizer.start + tokenizer.encode(prompt) or tokenizer.encode("\n")
     block_size = model.config.block_size

@@ -1,15 +1,23 @@
 """The laws of the project, as tests: `pytest`. Each compares with a value or a computation made another way."""
 import contextlib
 import csv
+import hashlib
+import http.server
 import io
 import itertools
 import json
 import math
 import os
+import random
+import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import tarfile
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +31,8 @@ import train
 from model import EXPONENT, GPT, GPTConfig, load_checkpoint, norm, sgd_step_change
 
 HERE = Path(__file__).resolve().parent
+if "TIKTOKEN_CACHE_DIR" not in os.environ and (HERE.parent / "shared" / "tiktoken").is_dir():
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(HERE.parent / "shared" / "tiktoken")
 SCALINGS = ("deeploop", "deepnorm", "preln")
 torch.set_num_threads(1)    # as in the programs that the tests start, so that sums come out alike
 
@@ -287,12 +297,13 @@ def test_cache_takes_several_tokens_at_once():
 def test_sampling_follows_temperature_and_top_k():
     model, idx = make(), tokens(1, 4).expand(4000, -1)
     with torch.no_grad():
+        model.wte.weight *= 10                                                  # logits far enough apart to matter
         logits = model(idx[:1])[0][0, 0].double()
     torch.manual_seed(0)
-    drawn = next(model.generate(idx, 1, temperature=0.7, top_k=5)).flatten().bincount(minlength=31) / 4000
+    drawn = next(model.generate(idx, 1, temperature=0.3, top_k=5)).flatten().bincount(minlength=31) / 4000
     expected = torch.zeros(31, dtype=torch.float64)
     best = logits.topk(5).indices
-    expected[best] = (logits[best] / 0.7).exp() / (logits[best] / 0.7).exp().sum()
+    expected[best] = (logits[best] / 0.3).exp() / (logits[best] / 0.3).exp().sum()
     assert (drawn - expected).abs().max() < 0.03 and drawn[expected == 0].sum() == 0
     assert torch.equal(next(model.generate(idx[:1], 1, top_k=1)), next(model.generate(idx[:1], 1, temperature=0)))
 
@@ -391,7 +402,7 @@ def test_recomputed_visits_give_the_same_gradients(scaling):
 
 # ---- training ---------------------------------------------------------------------------------------------------
 
-SMALL = ("--n_embd=32 --n_head=2 --block_size=32 --batch_size=4 --max_steps=12 --warmup_steps=4 --eval_interval=4 "
+SMALL = ("--n_embd=32 --n_head=2 --block_size=32 --batch_size=4 --grad_accum=1 --max_steps=12 --warmup_steps=4 --eval_interval=4 "
          "--eval_windows=10 --log_interval=1 --learning_rate=1e-2").split()
 
 
@@ -646,3 +657,810 @@ def test_sample_cuts_a_long_prompt_with_a_note(trained):
     out, err = run("sample.py", "--prompt=" + "x" * 40 + "The " * 8, "--max_new_tokens=5", "--temperature=0", cwd=trained)
     cut, _ = run("sample.py", "--prompt=" + "The " * 8, "--max_new_tokens=5", "--temperature=0", cwd=trained)
     assert out.removeprefix("x" * 40) == cut and "72 tokens" in err and "32" in err
+
+
+# ---- data -----------------------------------------------------------------------------------------------------
+
+UNICODE = "naïve – 东京 🙂 <|endoftext|> e\u0301\u00a0\u2028 \r\n\t" + "\x1c\x85 'll  we've 12345   "
+
+
+def gpt2():
+    try:
+        return prepare.load_tokenizer("gpt2")
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def command(*args, cwd, **env):
+    """Run prepare.py as a user does."""
+    return subprocess.run([sys.executable, str(HERE / "prepare.py"), *map(str, args)], cwd=cwd, text=True,
+                          capture_output=True, env={**os.environ, **env}, timeout=60)
+
+
+def tokens_in(folder, split):
+    """All tokens of a split, read by the format's description alone."""
+    return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in sorted(folder.glob(f"*{split}*.bin"))]
+                          or [np.empty(0, "<u2")]).tolist()
+
+
+def bytes_in(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- shards and tokenizers -----------------------------------------------------------------------------------
+
+
+def test_shard_roundtrip_and_layout(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 65536, 1000)
+    prepare.write_shard(tmp_path / "a.bin", tokens)
+    raw = (tmp_path / "a.bin").read_bytes()
+    assert raw == struct.pack("<3i", 20240520, 1, 1000) + bytes(4 * 253) + struct.pack("<1000H", *tokens)
+    read = prepare.read_shard(tmp_path / "a.bin")
+    assert isinstance(read, np.memmap) and read.dtype == np.uint16 and (read == tokens).all()
+    assert os.listdir(tmp_path) == ["a.bin"]
+    for wrong in ([0, 65536], [-1, 0]):
+        with pytest.raises(ValueError, match="16 bits"):
+            prepare.write_shard(tmp_path / "b.bin", wrong)
+
+
+def test_a_shard_that_fails_is_named(tmp_path):
+    path = tmp_path / "x_train_0.bin"
+    good = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 1, 2, 3)
+    for raw, why in [(good[:-1], "cut"), (good[:700], "cut"), (good + b"\0\0", "padded"), (b"", "empty"),
+                     (good[:8] + struct.pack("<i", 0) + good[12:1024], "empty"),
+                     (struct.pack("<i", 20240519) + good[4:], "magic"),
+                     (good[:4] + struct.pack("<i", 2) + good[8:], "version"),
+                     (good[:8] + struct.pack("<i", -1) + good[12:], "padded"), (b"hello", "magic")]:
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=f"(?s){path.name}.*{why}"):
+            prepare.read_shard(path)
+
+
+def test_an_unfinished_shard_has_no_shards_name(tmp_path, monkeypatch):
+    def die(source, target):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(OSError, match="No space") as error:
+        prepare.write_shard(tmp_path / "train_000.bin", [1, 2])
+    assert error.value.filename.endswith("train_000.bin") and not list(tmp_path.iterdir())
+    with prepare.whole_file(tmp_path / "train_000.bin") as file:
+        file.write(b"half")
+        assert list(tmp_path.iterdir()) and not [*tmp_path.glob("*train*.bin"), *tmp_path.glob("*val*.bin")]
+
+
+def test_shards_are_cut_at_their_size_and_lose_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 10)
+    for total, lengths in [(0, []), (1, [1]), (10, [10]), (11, [10, 1]), (35, [10, 10, 10, 5])]:
+        folder = tmp_path / str(total)
+        folder.mkdir()
+        tokens = np.arange(total, dtype=np.uint16)
+        assert prepare.write_shards(folder, "train", [tokens[:3], tokens[3:3], tokens[3:]]) == total
+        shards = [prepare.read_shard(path) for path in sorted(folder.iterdir())]
+        assert [len(shard) for shard in shards] == lengths
+        assert [t for shard in shards for t in shard] == tokens.tolist()
+
+
+def test_bytes_tokenizer():
+    tokenizer = prepare.load_tokenizer("bytes")
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.start) == ("bytes", 256, [])
+    assert tokenizer.encode(UNICODE) == list(UNICODE.encode())
+    assert tokenizer.decode(np.array(tokenizer.encode(UNICODE))) == UNICODE.encode()
+    assert tokenizer.encode("a\udcff") == [97, 63]
+    with pytest.raises(ValueError, match="'words'"):
+        prepare.load_tokenizer("words")
+
+
+def test_gpt2_tokenizer():
+    tokenizer = gpt2()
+    import tiktoken
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.start) == ("gpt2", 50304, [50256])
+    assert tokenizer.encode(UNICODE) == tiktoken.get_encoding("gpt2").encode(UNICODE, disallowed_special=())
+    assert 50256 not in tokenizer.encode(UNICODE)
+    ids = [50256, *tokenizer.encode(UNICODE), 50257, 50303]
+    assert tokenizer.decode(np.array(ids, np.uint16)) == UNICODE.encode()
+
+
+def test_a_long_document_is_tokenized_in_pieces_as_if_at_once(monkeypatch):
+    tokenizer, rng = gpt2(), random.Random(0)
+    text = "".join(rng.choice(["a", "word", " ", "  ", "\n", "\n\n", "\t", "'s", "1", "?!", "\x1c", "\u00a0", "东", "🙂"])
+                   for _ in range(4000))
+    monkeypatch.setattr(prepare, "PIECE_CHARS", 20)
+    told = []
+    pieces = list(prepare.tokens_of(text, tokenizer, told.append))
+    assert len(pieces) > 100 and sum(told) == len(text.encode())
+    assert np.concatenate(pieces).tolist() == [50256] + tokenizer.encode(text)
+
+
+def test_missing_gpt2_files_are_one_sentence(tmp_path):
+    offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
+    run = command("--tokenizer=gpt2", cwd=tmp_path, **offline)
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "TIKTOKEN_CACHE_DIR" in run.stderr
+
+
+def test_import_takes_only_numpy(tmp_path):
+    blocked = "requests tiktoken lzma tarfile multiprocessing concurrent pydoc_data torch urllib3".split()
+    code = (f"import sys\nfor name in {blocked}: sys.modules[name] = None\n"
+            "import prepare\nprepare.main(['--dataset=own', '--input', 'a.txt'])\n"
+            "sys.exit(prepare.main([]) or prepare.main(['--dataset=openwebtext']))")
+    (tmp_path / "a.txt").write_text("hello, world, hello, world")
+    for hidden, sentence in (("pydoc_data", "manual"), ("lzma", "lzma")):
+        names = code if hidden == "pydoc_data" else code.replace("'pydoc_data', ", "")
+        run = subprocess.run([sys.executable, "-c", names], cwd=tmp_path, text=True, capture_output=True,
+                             env={**os.environ, "PYTHONPATH": str(HERE)})
+        assert (tmp_path / "data/own/meta.json").exists()
+        assert run.returncode == 1 and run.stderr.count("\n") == 1 and sentence in run.stderr, run.stderr
+
+
+# ---- pydocs and a person's own text --------------------------------------------------------------------------
+
+
+def test_pydocs_is_the_manual(tmp_path, monkeypatch):
+    from pydoc_data.topics import topics
+    monkeypatch.chdir(tmp_path)
+    prepare.prepare_pydocs()
+    folder = tmp_path / "data" / "pydocs"
+    train, val = tokens_in(folder, "train"), tokens_in(folder, "val")
+    text = bytes(train + val).decode()
+    place = 0
+    for name in sorted(topics):
+        place = text.index(topics[name].rstrip("\n"), place) + 1
+    assert len(text) < sum(len(topic) + 4 for topic in topics.values())
+    assert abs(len(train) - 0.9 * (len(train) + len(val))) < 4
+    bytes(train).decode()  # no character is split
+    meta = json.loads((folder / "meta.json").read_text())
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("bytes", 256)
+    assert meta["tokens"] == {"train": len(train), "val": len(val)}
+    assert sys.version.split()[0] in meta["source"]
+
+
+def test_a_single_text_is_cut_at_nine_tenths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for n in range(40, 50):  # the cut falls on every byte of a character
+        text = "x" * n + "🙂" * 30
+        Path("a.txt").write_text(text, encoding="utf-8")
+        assert prepare.main([f"--dataset=d{n}", "--input", "a.txt"]) == 0
+        train, val = (bytes(tokens_in(Path(f"data/d{n}"), split)) for split in ("train", "val"))
+        assert train.decode() + val.decode() == text
+        assert 0 <= len(text.encode()) * 0.9 - len(train) < 4
+
+
+def make_files(folder, sizes):
+    rng = random.Random(1)
+    for name, size in sizes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(rng.choice(b"abc de\n") for _ in range(size)))
+
+
+def test_several_texts_are_split_by_document(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {f"{i % 7}/{i}.txt": 50 + 13 * i for i in range(100)}
+    make_files(tmp_path / "in", sizes)
+    make_files(tmp_path / "in", {".hidden": 9, ".git/x": 9, "0/.y": 9})
+    assert prepare.main(["--dataset=own", "--input", "in"]) == 0
+    room, val = sum(sizes.values()) // 10, []
+    for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+        if sizes[name] <= room:
+            room, val = room - sizes[name], val + [name]
+    content = {name: (tmp_path / "in" / name).read_bytes() for name in sizes}
+    assert bytes(tokens_in(Path("data/own"), "val")) == b"".join(content[name] for name in sorted(val))
+    assert bytes(tokens_in(Path("data/own"), "train")) == b"".join(content[n] for n in sorted(set(sizes) - set(val)))
+    assert json.loads(Path("data/own/meta.json").read_text())["documents"] == 100
+    assert sum(sizes.values()) * 0.09 < len(tokens_in(Path("data/own"), "val")) <= sum(sizes.values()) * 0.1
+
+    # A folder's place, and a file given twice, change nothing.
+    os.rename("in", "elsewhere")
+    assert prepare.main(["--dataset=moved", "--input", "elsewhere", "elsewhere/1/../0/0.txt"]) == 0
+    assert tokens_in(Path("data/moved"), "val") == tokens_in(Path("data/own"), "val")
+    assert tokens_in(Path("data/moved"), "train") == tokens_in(Path("data/own"), "train")
+
+
+def test_when_no_document_fits_into_a_tenth_the_smallest_is_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_files(tmp_path, {"a": 300, "b": 200, "c": 250})
+    assert prepare.main(["--dataset=own", "--input", "a", "b", "c"]) == 0
+    assert bytes(tokens_in(Path("data/own"), "val")) == Path("b").read_bytes()
+    assert bytes(tokens_in(Path("data/own"), "train")) == Path("a").read_bytes() + Path("c").read_bytes()
+
+
+def test_gpt2_documents_begin_with_end_of_text(tmp_path, monkeypatch):
+    tokenizer = gpt2()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 50)
+    for name in "abcd":
+        Path(name).write_text(f"{name}: {UNICODE * 20}", encoding="utf-8", newline="")
+    assert prepare.main(["--dataset=own", "--tokenizer=gpt2", "--input", *"abcd"]) == 0
+    both = tokens_in(Path("data/own"), "train") + tokens_in(Path("data/own"), "val")
+    documents = sorted(tokenizer.encode(Path(name).read_bytes().decode()) for name in "abcd")
+    assert both[0] == 50256
+    found = " ".join(map(str, both)).split("50256")[1:]
+    assert sorted([int(t) for t in document.split()] for document in found) == documents
+
+
+def test_validation_never_leaks_into_train_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a").write_text("some text that is long enough")
+    assert prepare.main(["--dataset=trainval", "--input", "a"]) == 0
+    assert len(tokens_in(Path("data/trainval"), "train")) + len(tokens_in(Path("data/trainval"), "val")) == 29
+
+
+def test_texts_that_cannot_be_used_are_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("bad").write_bytes(b"abc\xe4\xb8def")
+    Path("empty").write_bytes(b"")
+    Path("x").write_text("x")
+    Path("ok").write_text("long enough to be cut in two")
+    os.mkdir("nothing")
+    for paths, words in [(["bad"], ["bad", "UTF-8", "offset 3"]), (["ok", "bad"], ["bad", "offset 3"]),
+                         (["empty"], ["no text in empty"]), (["nothing"], ["no text"]), (["x"], ["too short"]),
+                         (["x", "ok"], ["too short", "1 token"]), (["gone"], ["gone"]), ([""], ["''"])]:
+        assert prepare.main(["--dataset=own", "--input", *paths]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("prepare.py: ") and error.count("\n") == 1 and all(word in error for word in words), error
+        assert not Path("data/own/meta.json").exists()
+    assert prepare.main(["--dataset=own", "--input", "ok", "empty"]) == 0
+    if hasattr(os, "mkfifo"):  # a link in a circle is not followed
+        os.mkdir("loop")
+        Path("loop/ok").write_text("long enough to be cut in two")
+        os.symlink("..", "loop/up")
+        os.symlink(".", "loop/self")
+        assert prepare.main(["--dataset=loop", "--input", "loop"]) == 0
+        assert json.loads(Path("data/loop/meta.json").read_text())["documents"] == 1
+    assert "left out 1 empty file: empty" in capsys.readouterr().out
+    if hasattr(os, "mkfifo"):  # would be waited for
+        os.mkfifo("pipe")
+        assert prepare.main(["--dataset=pipe", "--input", "pipe"]) == 1
+
+
+def test_a_finished_dataset_is_left_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a").write_text("some text that is long enough")
+    for args, other in [([], ["--tokenizer=gpt2"]), (["--dataset=own", "--input", "a"], ["--input", "a", "b"])]:
+        assert prepare.main(args) == 0
+        folder = Path("data", "own" if args else "pydocs")
+        before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+        capsys.readouterr()
+        assert prepare.main(args) == 0
+        assert "nothing to do" in capsys.readouterr().out
+        assert prepare.main(args + other) == 1
+        assert re.search(r"prepare.py: data.*was made with .*delete the folder", capsys.readouterr().err)
+        assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    (folder / "meta.json").write_text("[1")
+    assert prepare.main(args) == 1 and "meta.json" in capsys.readouterr().err
+
+
+def test_leftovers_of_an_interrupted_run_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_files(tmp_path / "in", {f"{i}": 100 for i in range(30)})
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 500)
+    assert prepare.main(["--dataset=own", "--input", "in"]) == 0
+    whole = bytes_in(Path("data/own"))
+    for k in range(1, 12):  # each rename and each removal in turn is the last thing that happens
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(prepare, "SHARD_TOKENS", 300)
+        Path("data/own/meta.json").unlink()
+        replace, calls = os.replace, []
+
+        def die(source, target):
+            calls.append(target)
+            if len(calls) == k:
+                raise KeyboardInterrupt
+            replace(source, target)
+        monkeypatch.setattr(os, "replace", die)
+        status = prepare.main(["--dataset=own", "--input", "in"])
+        assert (status, Path("data/own/meta.json").exists()) in ((130, False), (0, True))
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(prepare, "SHARD_TOKENS", 500)
+        Path("data/own/meta.json").unlink(missing_ok=True)
+        assert prepare.main(["--dataset=own", "--input", "in"]) == 0
+        assert bytes_in(Path("data/own")) == whole
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    resource = pytest.importorskip("resource")
+    run = subprocess.run([sys.executable, str(HERE / "prepare.py")], cwd=tmp_path, capture_output=True, text=True,
+                         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "train_000.bin" in run.stderr
+    assert not list(tmp_path.rglob("*.bin")) and not list(tmp_path.rglob("meta.json"))
+
+
+@pytest.mark.parametrize("args", [
+    "--dataset=nowhere", "--dataset=../up --input prepare.py", "--dataset=a/b --input x", "--dataset=. --input x",
+    "--dataset= --input x", "--dataset=-x --input x", "--input x", "--dataset=pydocs --input x", "--dataset=own --input",
+    "--dataset=openwebtext --input x", "--tokenizer=words", "--dataset=openwebtext --tokenizer=bytes",
+    "--dataset=fineweb_edu --tokenizer=bytes", "--workers=2", "--subsets=0", "--keep_raw=True", "--shards=1",
+    "--dataset=fineweb_edu --workers=2", "--dataset=fineweb_edu --subsets=0", "--dataset=openwebtext --shards=1",
+    "--dataset=openwebtext --workers=0", "--dataset=openwebtext --workers=x", "--dataset=openwebtext --keep_raw=yes",
+    "--dataset=openwebtext --subsets=", "--dataset=openwebtext --subsets=21", "--dataset=openwebtext --subsets=2-0",
+    "--dataset=openwebtext --subsets=-1", "--dataset=openwebtext --subsets=1-", "--dataset=openwebtext --subsets=1,,2",
+    "--dataset=openwebtext --subsets=all", "--dataset=fineweb_edu --shards=0", "--dataset=fineweb_edu --shards=1001",
+    "--dataset=fineweb_edu --shards=many", "--data=pydocs", "extra"])
+def test_bad_flags(args, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        prepare.main(args.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 2 and "prepare.py: error: " in error, error
+    assert not list(tmp_path.iterdir())
+
+
+def test_subsets_are_read_as_written():
+    for text, subsets in [("5", [5]), ("0-2", [0, 1, 2]), ("3,0", [0, 3]), ("19-20,2,1-3", [1, 2, 3, 19, 20])]:
+        assert prepare.parse_args(["--dataset=openwebtext", f"--subsets={text}"]).subsets == subsets
+
+
+# ---- a hub on this machine, which misbehaves as its plan says ------------------------------------------------
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        hub, path = self.server, self.path.partition("?")[0]
+        plan = hub.plan.get(path.rpartition("/")[2], [])
+        fault = plan.pop(0) if plan and self.command == "GET" else ""
+        hub.log.append((self.command, path.rpartition("/")[2], self.headers.get("Range"), fault))
+        if hub.head is False and self.command == "HEAD":
+            return self.reply(501)
+        if isinstance(fault, int):
+            return self.reply(fault, {"Retry-After": "0"} if fault == 429 else {})
+        data = hub.files.get(path)
+        if data is None:
+            return self.reply(404)
+        first = int((self.headers.get("Range") or "bytes=0-")[6:-1])
+        if fault == "redirect":
+            hub.files["/cdn" + path] = data
+            sha = hashlib.sha256(data).hexdigest()
+            return self.reply(302, {"Location": f"/cdn{path}?sig=1", "X-Linked-Size": len(data),
+                                    "X-Linked-Etag": f'"{sha}"'})
+        if fault == "unasked range":
+            return self.reply(206, {"Content-Range": "bytes 5-9/10"})
+        if fault == "flip":
+            data = bytes([data[0] ^ 1]) + data[1:]
+        if fault == "flip last":
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        headers = {} if hub.etag is None else {"ETag": f'"{hub.etag(path)}"'}
+        if first and not fault.startswith("no range"):
+            if first >= len(data):
+                return self.reply(416, {"Content-Range": f"bytes */{len(data)}"})
+            first = 0 if fault == "wrong range" else first
+            self.reply(206, {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}",
+                             "Content-Length": len(data) - first, **headers}, end=False)
+            data = data[first:]
+        elif fault == "chunked":
+            self.reply(200, {"Transfer-Encoding": "chunked"}, end=False)
+            data = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+        else:
+            length = len(data) + {"long": 7, "short": -7}.get(fault, 0)
+            self.reply(200, {"Content-Length": length, **headers}, end=False)
+            data = data[:length]
+        if self.command == "HEAD":
+            return
+        if fault == "hang":
+            self.wfile.write(data[:len(data) // 2])
+            self.wfile.flush()
+            hub.hanging.set()
+            hub.closing.wait(60)
+        self.wfile.write(data[:len(data) // 2] if fault in ("drop", "no range drop", "hang") else data)
+        if fault in ("drop", "no range drop", "long", "hang"):
+            self.close_connection = True
+
+    def reply(self, status, headers=(), end=True):
+        self.send_response(status)
+        for name, value in dict(headers).items():
+            self.send_header(name, str(value))
+        if end:
+            self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def serve(files, monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.handle_error = lambda request, address: None  # clients that go away
+        server.files, server.plan, server.log = files, {}, []
+        server.etag, server.head, server.hanging, server.closing = None, True, threading.Event(), threading.Event()
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr(prepare, "BACKOFF", 0)
+        try:
+            yield server
+        finally:
+            server.closing.set()
+            server.shutdown()
+
+
+FINEWEB = ("/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/a33f75d78c7f74236fb03754ec1eb3cc77507d64/"
+           "edu_fineweb_{}.bin")
+
+
+def fineweb(n=4, size=40_000):
+    """{path: bytes}, by llm.c's description of the format."""
+    rng = random.Random(2)
+    return {FINEWEB.format(f"{'train' if i else 'val'}_{i:06d}"):
+            struct.pack("<256i", 20240520, 1, size + i, *[0] * 253) +
+            struct.pack(f"<{size + i}H", *(rng.randrange(50257) for _ in range(size + i))) for i in range(n + 1)}
+
+
+def assert_fineweb(folder, files, n):
+    names = {path.rpartition("/")[2]: data for path, data in list(files.items())[:n + 1] if "/cdn" not in path}
+    have = bytes_in(folder)
+    meta = json.loads(have.pop("meta.json"))
+    assert have == names
+    assert meta["shards"] == n and (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50304)
+    assert meta["tokens"] == {"train": sum(40_000 + i for i in range(1, n + 1)), "val": 40_000}
+    assert FINEWEB.startswith(f"/datasets/{meta['source']}/resolve/{meta['revision']}/")
+
+
+TRAIN1 = "edu_fineweb_train_000001.bin"
+
+
+@pytest.mark.parametrize("plan", [
+    [], ["drop"] * 8, [503, 429, 500, 502], ["redirect", "drop", "redirect"], ["long"], ["chunked"], ["drop", "no range"],
+    ["drop", "wrong range", "unasked range"], ["drop", 503, "no range drop", "drop"]])
+def test_fineweb_arrives_whole_from_a_server_that_misbehaves(plan, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = fineweb(3)
+    with serve(files, monkeypatch) as hub:
+        hub.plan = {TRAIN1: list(plan)}
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=3"]) == 0, capsys.readouterr()
+        assert not hub.plan[TRAIN1]
+        assert_fineweb(Path("data/fineweb_edu"), files, 3)
+        gets = [entry for entry in hub.log if entry[0] == "GET" and entry[1] == TRAIN1]
+        if plan == ["drop"] * 8:  # each try goes on where the last one broke off
+            size, have, ranges = len(files[FINEWEB.format("train_000001")]), 0, [None]
+            for _ in range(8):
+                have += (size - have) // 2
+                ranges.append(f"bytes={have}-")
+            assert [entry[2] for entry in gets] == ranges
+
+
+@pytest.mark.parametrize("plan, words", [
+    ([404], "404"), ([403], "403"), (["short"], "cut"),
+    (["no range drop"] * 7, "broke off 6 times"), ([503] * 9, "503"), (["flip"], "magic")])
+def test_fineweb_fails_in_one_sentence(plan, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = fineweb(3)
+    with serve(files, monkeypatch) as hub:
+        hub.plan = {TRAIN1: list(plan)}
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=3"]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("prepare.py: ") and error.count("\n") == 1 and words in error and TRAIN1 in error, error
+        assert not Path("data/fineweb_edu/meta.json").exists() and not Path("data/fineweb_edu", TRAIN1).exists()
+        hub.plan = {}
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=3"]) == 0
+        assert_fineweb(Path("data/fineweb_edu"), files, 3)
+
+
+def test_what_a_sha256_tells(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = fineweb(1)
+    part = Path("data/fineweb_edu", TRAIN1 + ".part")
+    with serve(files, monkeypatch) as hub:
+        hub.etag = lambda path: "0" * 64
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=1"]) == 1
+        assert "sha256" in capsys.readouterr().err and not list(Path().rglob("*train*.bin"))
+        hub.etag = lambda path: "0" * 40  # not a sha256: says nothing
+
+        # A stale beginning is found out, and the file fetched anew; through the hub's redirect as well.
+        data = files[FINEWEB.format("train_000001")]
+        for hub.etag, plan in ((lambda path: hashlib.sha256(files[path]).hexdigest(), ["", ""]),
+                               (None, ["redirect", "", "redirect", ""])):
+            part.write_bytes(data[:5000] + b"stale" + data[5005:9000])
+            hub.plan, hub.log = {TRAIN1: list(plan)}, []
+            assert prepare.main(["--dataset=fineweb_edu", "--shards=1"]) == 0
+            asked = [entry[2] for entry in hub.log if entry[:2] == ("GET", TRAIN1) and entry[3] == plan[0]]
+            assert asked == ["bytes=9000-", None]
+            assert_fineweb(part.parent, files, 1)
+            for path in part.parent.iterdir():
+                path.unlink()
+        part.write_bytes(data)  # killed when all had come: it is checked and not fetched again
+        hub.plan, hub.log = {TRAIN1: []}, []
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=1"]) == 0
+        assert [entry[2] for entry in hub.log if entry[:2] == ("GET", TRAIN1)] == [f"bytes={len(data)}-"]
+        assert_fineweb(part.parent, files, 1)
+        for path in part.parent.iterdir():
+            path.unlink()
+
+        hub.plan = {TRAIN1: ["redirect", "flip last"]}
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=1"]) == 1
+        assert "sha256" in capsys.readouterr().err
+
+
+def test_fineweb_grows_and_does_not_shrink(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files, folder = fineweb(4), Path("data/fineweb_edu")
+    with serve(files, monkeypatch) as hub:
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=2"]) == 0
+        out = capsys.readouterr().out
+        assert "0.2 MB to download" in out and "free" in out
+        assert_fineweb(folder, files, 2)
+        hub.log = []
+        for n in (1, 2):
+            assert prepare.main(["--dataset=fineweb_edu", f"--shards={n}"]) == 0
+            assert "nothing to do" in capsys.readouterr().out and not hub.log
+        hub.plan = {TRAIN1.replace("1.", "4."): [404]}
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=4"]) == 1
+        assert not (folder / "meta.json").exists()  # train.py must not take it for finished
+        (folder / "edu_fineweb_train_000003.bin").write_bytes(b"whole")
+        (folder / "edu_fineweb_train_000004.bin.part").write_bytes(b"begun")
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=1"]) == 0  # what was finished stays; what was not goes
+        assert_fineweb(folder, files, 2)
+        hub.head = False  # a server that does not answer HEAD
+        assert prepare.main(["--dataset=fineweb_edu", "--shards=4"]) == 0
+        assert_fineweb(folder, files, 4)
+
+
+def test_no_room_no_server_no_file_are_known_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = fineweb(2) | {OPENWEBTEXT.format(0): bytes(5_000_000)}
+    with serve(files, monkeypatch) as hub:
+        monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: prepare.SimpleNamespace(free=100_000))
+        for args in (["--dataset=fineweb_edu", "--shards=2"], ["--dataset=openwebtext", "--subsets=0"]):
+            assert prepare.main(args) == 1
+            assert re.fullmatch("prepare.py: .* needs .* and only 0.1 MB are free\n", capsys.readouterr().err)
+        for args in (["--dataset=fineweb_edu", "--shards=3"], ["--dataset=openwebtext", "--subsets=0-1"]):
+            assert prepare.main(args) == 1
+            assert re.fullmatch("prepare.py: .* 404 .*\n", capsys.readouterr().err)
+        assert {entry[0] for entry in hub.log} == {"HEAD"}
+    for endpoint in ("http://127.0.0.1:9", "nonsense"):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert prepare.main(["--dataset=fineweb_edu"]) == 1
+        assert re.fullmatch("prepare.py: cannot reach .*\n", capsys.readouterr().err)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+# ---- OpenWebText ---------------------------------------------------------------------------------------------
+
+OPENWEBTEXT = ("/datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/"
+               "subsets/urlsf_subset{:02d}.tar")
+
+
+def hash_of(name):
+    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
+
+
+def tar_of(entries, mode="w"):
+    """{name: bytes or TarInfo} -> a tar's bytes."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as tar:
+        for name, content in entries.items():
+            if isinstance(content, tarfile.TarInfo):
+                tar.addfile(content)
+            else:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def link(name, kind=tarfile.SYMTYPE):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, "../../evil"
+    return info
+
+
+def make_archive(subset, members=5, documents=60):
+    """-> a subset's archive in the real layout; [(document's name, text)] to be found in it; what to be left out, counted."""
+    lzma = pytest.importorskip("lzma")
+    rng, good, outer = random.Random(subset), [], {"openwebtext": link("openwebtext", tarfile.DIRTYPE)}
+    words = ["the", "loop", "naïve", "东京", "🙂", "<|endoftext|>", "It's", "1234", "e\u0301", "\r\n",
+             "\n", "\n\n\n", "\n\n\n\n\n", "\n\n", "  "]
+    bad = dict.fromkeys(("documents that are not UTF-8", "empty documents", "members that are not regular files",
+                         "broken xz members"), 0)
+    for m in range(members):
+        member, inner = f"openwebtext/urlsf_subset{subset:02d}-{m}_data.xz", {}
+        for d in range(documents):
+            name = f"{d:07d}-{rng.randrange(1 << 32):08x}.txt"
+            if d == 7:  # a name that goes to validation
+                name = next(n for i in range(100_000) if hash_of(f"{member}/{(n := f'{i}.txt')}") % 2000 == 0)
+            text = " ".join(rng.choices(words, k=rng.randrange(1, 120))) + " end"
+            inner[name] = text.encode()
+            good.append((f"{member}/{name}", text))
+        if m == 1:
+            inner |= {"latin.txt": "naïve".encode("latin-1"), "cut.txt": "东".encode()[:2], "empty.txt": b"",
+                      "blank.txt": b" \n\n\n\n ", "link.txt": link("link.txt"),
+                      "device": link("device", tarfile.CHRTYPE), "folder": link("folder", tarfile.DIRTYPE)}
+            bad["documents that are not UTF-8"] += 2
+            bad["empty documents"] += 2
+            bad["members that are not regular files"] += 2
+            for name in ("../../evil.txt", "/tmp/evil-prepare.txt"):  # documents like others: names go nowhere
+                inner[name] = b"evil text"
+                good.append((f"{member}/{name}", "evil text"))
+        outer[member] = tar_of(inner, "w:xz")
+    broken = tar_of({"a.txt": random.Random(3).randbytes(3000).hex().encode()}, "w:xz")
+    outer |= {"../../evil": b"no xz", "cut.xz": broken[:-40], "flipped.xz": broken[:800] + b"?" + broken[801:],
+              "empty.xz": b"",
+              "notar.xz": lzma.compress(b"text"), "l": link("l"),
+              "cuttar.xz": lzma.compress(tar_of({"a.txt": bytes(2000), "b.txt": b"b"})[:2600])}
+    bad["broken xz members"] += 6
+    bad["members that are not regular files"] += 1
+    return tar_of(outer), good, bad
+
+
+def split_documents(tokens):
+    documents = []
+    for token in tokens:
+        documents.append([]) if token == 50256 else documents[-1].append(token)
+    return documents
+
+
+def test_openwebtext_is_what_tiktoken_makes_of_each_document(tmp_path, monkeypatch, capsys):
+    encode = gpt2().encode
+    cwd = tmp_path / "a" / "b"
+    cwd.mkdir(parents=True)
+    monkeypatch.chdir(cwd)
+    archives = {subset: make_archive(subset) for subset in (0, 3, 20)}
+    files = {OPENWEBTEXT.format(subset): archive[0] for subset, archive in archives.items()}
+    folder = Path("data/openwebtext")
+
+    def clean(text):
+        while "\n\n\n" in text:
+            text = text.replace("\n\n\n", "\n\n")
+        return text.strip()
+
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 5000)
+    folder.mkdir(parents=True)
+    for leftover in ("openwebtext_train_07_000.bin", "openwebtext_val_03_009.bin", "openwebtext_train_00_000.bin.part"):
+        prepare.write_shard(folder / leftover, [1, 2, 3])  # an interrupted run's, perhaps of other subsets
+    with serve(files, monkeypatch) as hub:
+        hub.plan = {"urlsf_subset03.tar": [503, "drop", "no range", "redirect"]}
+        assert prepare.main(["--dataset=openwebtext", "--subsets=3,0", "--workers=1"]) == 0
+        out = capsys.readouterr().out
+    expected = {split: [encode(clean(text)) for subset in (0, 3) for name, text in archives[subset][1]
+                        if (hash_of(name) % 2000 == 0) == (split == "val")] for split in ("train", "val")}
+    for split in expected:
+        assert split_documents(tokens_in(folder, split)) == expected[split]
+        for path in folder.glob(f"*{split}*.bin"):
+            assert 0 < len(prepare.read_shard(path)) <= 5000
+    assert len(expected["val"]) >= 10 and len(list(folder.glob("openwebtext_train_03_*.bin"))) > 2
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["documents"] == len(expected["train"]) + len(expected["val"])
+    assert meta["tokens"] == {split: len(tokens_in(folder, split)) for split in expected}
+    assert (meta["source"], meta["revision"]) == ("Skylion007/openwebtext", OPENWEBTEXT.split("/")[5])
+    assert (meta["tokenizer"], meta["vocab_size"], sorted(meta["subsets"])) == ("gpt2", 50304, ["00", "03"])
+    for kind, n in archives[0][2].items():
+        assert f"left out: {2 * n} {kind}\n" in out
+    # Nothing but the dataset, and no archive, is left anywhere.
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".bin", ".json"}
+    assert not os.path.exists("/tmp/evil-prepare.txt")
+    three = bytes_in(folder)
+
+    # More later extends it; the same bytes from 2 and 4 workers, in another order, all at once, with archives kept.
+    with serve(files, monkeypatch) as hub:
+        hub.plan = {"urlsf_subset20.tar": [404]}
+        assert prepare.main(["--dataset=openwebtext", "--subsets=20"]) == 1
+        assert not (folder / "meta.json").exists()  # train.py must not take it for finished
+        assert prepare.main(["--dataset=openwebtext", "--subsets=0"]) == 0
+        assert bytes_in(folder) == three
+        hub.log = []
+        assert prepare.main(["--dataset=openwebtext", "--subsets=0,20", "--workers=4"]) == 0
+        assert [entry[1] for entry in hub.log] == ["urlsf_subset20.tar"] * 2
+        whole = bytes_in(folder)
+        assert whole.items() > {name: data for name, data in three.items() if name != "meta.json"}.items()
+        hub.log = []
+        assert prepare.main(["--dataset=openwebtext", "--subsets=0,3"]) == 0
+        assert "nothing to do" in capsys.readouterr().out and not hub.log
+        monkeypatch.chdir(tmp_path)
+        assert prepare.main(["--dataset=openwebtext", "--subsets=0,3,20", "--workers=2", "--keep_raw=True"]) == 0
+        again = bytes_in(folder)
+        assert {f"raw/{path[-18:]}": data for path, data in files.items() if "/cdn" not in path}.items() <= again.items()
+        assert {name: data for name, data in again.items() if "raw" not in name} == whole
+
+
+def test_broken_archives_are_one_sentence(tmp_path, monkeypatch, capsys):
+    gpt2()
+    monkeypatch.chdir(tmp_path)
+    archive = tar_of({f"openwebtext/{i}.xz": b"x" * 3000 for i in range(3)})
+    hole = bytearray(archive)
+    hole[3584:3600] = b"?" * 16  # the second header
+    with serve({}, monkeypatch) as hub:
+        for data in (archive[:5000], archive[:3584], bytes(hole), b"", b"text" * 1000):
+            hub.files = {OPENWEBTEXT.format(0): data}
+            assert prepare.main(["--dataset=openwebtext", "--subsets=0", "--workers=1"]) == 1
+            error = capsys.readouterr().err
+            assert re.fullmatch("prepare.py: .*urlsf_subset00.tar is not a whole tar.*\n", error), error
+            assert not Path("data/openwebtext/meta.json").exists()
+            Path("data/openwebtext/raw/urlsf_subset00.tar").unlink()
+
+
+def test_one_document_in_two_thousand_goes_to_validation(monkeypatch):
+    rng = random.Random(4)
+    names = [f"openwebtext/urlsf_subset00-{i % 10}_data.xz/{i:07d}-{rng.randrange(1 << 32):x}.txt" for i in range(200_000)]
+    chosen = {name for name in names if prepare.name_hash(name) % prepare.VAL_ONE_IN == 0}
+    assert 70 < len(chosen) < 130 and chosen == {name for name in names if hash_of(name) % 2000 == 0}
+
+
+def test_a_member_beyond_memory_is_broken(monkeypatch):
+    gpt2()
+    monkeypatch.setattr(prepare, "MEMBER_BYTES", 20_000)
+    for size, broken in ((5000, 0), (50_000, 1)):
+        tokens, counts = prepare.tokenize_member("m", tar_of({"a.txt": b"a " * (size // 2)}, "w:xz"))
+        assert counts.get("broken xz members", 0) == broken and bool(len(tokens["train"])) != bool(broken)
+
+
+def test_jobs_are_read_only_a_little_ahead():
+    read = []
+
+    def jobs():
+        for i in range(40):
+            read.append(i)
+            yield i, 2
+
+    results = []
+    for result in prepare.in_order(pow, jobs(), 2):
+        results.append(result)
+        assert len(read) - len(results) <= 6
+    assert results == [i * i for i in range(40)]
+
+
+def test_a_worker_that_dies_is_one_sentence():
+    with pytest.raises(OSError, match="worker process died.*--workers"):
+        list(prepare.in_order(os._exit, [(1,)], 1))
+
+
+RUN = ("import sys, prepare\nprepare.SHARD_TOKENS = 4000\n"
+       "if __name__ == '__main__': sys.exit(prepare.main(sys.argv[1:]))")
+
+
+def test_killed_anywhere_the_rerun_makes_the_same_bytes(tmp_path, monkeypatch):
+    gpt2()
+    files = {OPENWEBTEXT.format(subset): make_archive(subset, 4, 50)[0] for subset in (0, 1)}
+    args = ["--dataset=openwebtext", "--subsets=0-1", "--workers=1"]
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    folder = tmp_path / "killed" / "data" / "openwebtext"
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+
+    def start(cwd):
+        return subprocess.Popen([sys.executable, str(script), *args], cwd=cwd, text=True,
+                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(HERE)})
+
+    with serve(files, monkeypatch) as hub:
+        points = ["raw/urlsf_subset00.tar.part", "raw/urlsf_subset00.tar", "openwebtext_train_00_000.bin",
+                  "openwebtext_val_00_000.bin", "progress.json", "raw/urlsf_subset01.tar.part", "raw/urlsf_subset01.tar",
+                  "openwebtext_train_01_001.bin", "meta.json"]
+        for point in points:
+            hub.hanging.clear()
+            hub.plan = {point[4:-5]: ["hang"]} if point.endswith(".part") else {}
+            hub.log = []
+            process = start(tmp_path / "killed")
+            while not (hub.hanging.is_set() if hub.plan else (folder / point).exists()):
+                assert process.poll() is None or (folder / point).exists(), process.stderr.read()
+                time.sleep(0.001)
+            process.kill()
+            process.communicate(timeout=30)  # ends when the workers, who hold the pipe too, are gone
+            for shard in folder.glob("*.bin"):
+                prepare.read_shard(shard)  # no partial shard has a shard's name
+            assert sum(entry[0] == "GET" for entry in hub.log) <= 2
+        assert start(tmp_path / "killed").wait() == 0
+        monkeypatch.chdir(tmp_path / "whole")
+        monkeypatch.setattr(prepare, "SHARD_TOKENS", 4000)
+        assert prepare.main(args) == 0
+    assert bytes_in(folder) == bytes_in(tmp_path / "whole" / "data" / "openwebtext")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT is not sent so on Windows")
+@pytest.mark.parametrize("args, name", [("--dataset=fineweb_edu --shards=2", TRAIN1),
+                                        ("--dataset=openwebtext --subsets=0", "urlsf_subset00.tar")])
+def test_ctrl_c_does_not_wait_for_a_silent_server(args, name, tmp_path, monkeypatch):
+    gpt2()
+    with serve(fineweb(2) | {OPENWEBTEXT.format(0): bytes(100_000)}, monkeypatch) as hub:
+        hub.plan = {name: ["hang"]}
+        process = subprocess.Popen([sys.executable, str(HERE / "prepare.py"), *args.split()], cwd=tmp_path, text=True,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                   # a shell that starts the tests with & has it ignored
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        assert hub.hanging.wait(30)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20)[1] == "prepare.py: interrupted; the same command goes on where this stopped\n"
+        assert process.returncode == 130 and not hub.closing.is_set()

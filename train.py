@@ -48,8 +48,8 @@ class Settings:
     seed: int = flag(1, "of the initial weights and of the batches", least=0)
     # data
     dataset: str = flag("pydocs", "a folder under data/, made by prepare.py")
-    batch_size: int = flag(8, "sequences per process and micro-step", least=1)
-    grad_accum: int = flag(1, "micro-steps per step, shared by all processes", least=1)
+    batch_size: int = flag(4, "sequences per process and micro-step", least=1)
+    grad_accum: int = flag(2, "micro-steps per step, shared by all processes", least=1)
     # model; GPTConfig checks these
     block_size: int = flag(128, "context length in tokens")
     n_layer: int = flag(2, "K, physical blocks")
@@ -323,7 +323,7 @@ def main(argv=None):
             os.makedirs(s.out_dir, exist_ok=True)
             need, free = 3 * 12 * model.num_params(), shutil.disk_usage(s.out_dir).free
             if free < need:     # weights and two moments in float32; the latest, the best and the one being written
-                raise ValueError(f"checkpoints need {need / 1e9:.1f} GB in out_dir={s.out_dir}, and {free / 1e9:.1f} GB are free")
+                raise ValueError(f"checkpoints need {need / 1e6:,.0f} MB in out_dir={s.out_dir}, and {free / 1e6:,.0f} MB are free")
             if checkpoint is None:
                 set_aside(s.out_dir)
             log_file = open_log(s.out_dir, state["step"])
@@ -418,7 +418,8 @@ def main(argv=None):
             if val_loss is None:
                 break
             best = val_loss < best_val_loss
-            best_val_loss = min(val_loss, best_val_loss)
+            if best:
+                best_val_loss = val_loss
             say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token" + "  (best so far)" * best)
             if step > first:
                 save_checkpoint(best)
@@ -481,6 +482,8 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:       # before the loop, which has its own way to stop
         sys.exit(130)
+    except OSError as error:        # the log's disk is full, a shard's disk is gone
+        sys.exit(f"train.py: {error}")
     except (RuntimeError, MemoryError) as error:
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
