@@ -723,6 +723,7 @@ def test_an_unfinished_shard_has_no_shards_name(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space") as error:
         prepare.write_shard(tmp_path / "train_000.bin", [1, 2])
     assert error.value.filename.endswith("train_000.bin") and not list(tmp_path.iterdir())
+    monkeypatch.undo()
     with prepare.whole_file(tmp_path / "train_000.bin") as file:
         file.write(b"half")
         assert list(tmp_path.iterdir()) and not [*tmp_path.glob("*train*.bin"), *tmp_path.glob("*val*.bin")]
