@@ -278,7 +278,8 @@ def pick_dtype(name, device):
 
 def clock(seconds):
     """Seconds as h:mm:ss."""
-    return f"{seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f}"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def matmul_peak(device, dtype):
@@ -291,6 +292,25 @@ def matmul_peak(device, dtype):
         (a @ a)[0, 0].item()        # .item() waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * n ** 3 / best
+
+
+def compile_blocks(model, idx, targets, autocast):
+    """Compiles each block by itself, so that the time it takes does not grow with n_loop, and tries it on one batch.
+
+    Returns None or, with the blocks as they were, the reason why this machine cannot.
+    """
+    for block in model.blocks:
+        block.compile()
+    try:
+        with autocast:
+            loss = model(idx, targets)[1]
+        loss.backward()
+    except Exception as error:      # no C++ compiler, no Triton, a GPU too old for it: each has an exception of its own
+        for block in model.blocks:
+            block._compiled_call_impl = None
+        return str(error).strip().splitlines()[0]
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def main(argv=None):
@@ -346,12 +366,12 @@ def main(argv=None):
         optimizer.load_state_dict(dict(optimizer.state_dict(), state=checkpoint["optimizer"]))
         scaler.load_state_dict(checkpoint["scaler"])
     if s.compile == "True" or s.compile == "auto" and device.type == "cuda":
-        for block in model.blocks:      # each by itself: the time to compile does not grow with n_loop
-            block.compile()
+        trouble = compile_blocks(model, *read_windows(train_data, np.arange(s.batch_size), s.block_size, device), autocast)
+        if trouble:
+            say(f"compile is left off: {trouble}")
     network = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
 
     tokens_per_step = s.batch_size * s.grad_accum * s.block_size
-    flops_per_step = model.flops_per_token() * tokens_per_step
     peak = world * matmul_peak(device, dtype)
     c = model.config
     say(f"{c.scaling}: K={c.n_layer} blocks, R={c.n_loop} rounds, N={c.n_unrolled} visits, alpha={c.alpha:.4g}, "
@@ -408,7 +428,7 @@ def main(argv=None):
         signal.signal(number, on_signal)
 
     # the loop: row `step` of the log tells of the weights after `step` steps
-    first, began = step, time.perf_counter()
+    first, began, shown = step, time.perf_counter(), (step, seconds)
     batches = batches_of(step)
     finished = stopped = False
     while not stopped:
@@ -439,14 +459,14 @@ def main(argv=None):
             more = i + 1 < len(batches)
             with network.no_sync() if more and world > 1 else nullcontext():    # gradients meet once a step
                 with autocast:
-                    micro_loss = network(idx, targets)[1] / s.grad_accum * world
+                    micro_loss = network(idx, targets)[1] / len(batches)
                 scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
         batches = batches_of(step + 1)                                          # while the device computes
-        loss, stopped = total(loss.item() / world, len(stopped_by))
-        grad_norm = grad_norm.item()
+        loss, stopped = total(loss.item(), len(stopped_by))
+        loss, grad_norm = loss / world, grad_norm.item()
         if not math.isfinite(loss) or not math.isfinite(grad_norm) and not scaler.is_enabled():
             sys.exit(f"train.py: step {step}: loss {loss}, gradient norm {grad_norm} at learning rate {lr:.3g}; the step was "
                      f"not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in {s.out_dir} stay")
@@ -462,9 +482,11 @@ def main(argv=None):
             log_file.flush()
         step += 1
         if step % s.log_interval == 0 or step == first + 1:
+            speed = tokens_per_step * (step - shown[0]) / (seconds - shown[1])          # since the last such line
+            shown = step, seconds
             left = (time.perf_counter() - began) / (step - first) * (s.max_steps - step)
-            say(f"step {step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  "
-                f"{tokens_per_step / took:,.0f} tokens/s  {flops_per_step / took / peak:.0%} of peak  {clock(left)} left")
+            say(f"step {step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  {speed:,.0f} tokens/s  "
+                f"{speed * model.flops_per_token() / peak:.0%} of peak  {clock(left)} left")
 
     if finished:
         say(f"done: python sample.py --out_dir={s.out_dir}")
