@@ -46,8 +46,8 @@ class GPTConfig:
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_loop", "n_head", "n_embd"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
+            if type(value) is not int or not 1 <= value < 2 ** 31:
+                raise ValueError(f"{name}={value!r} is not a whole number from 1 to 2^31")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if self.n_embd // self.n_head % 2:

@@ -81,10 +81,10 @@ class Settings:
             value, limits = getattr(self, f.name), f.metadata
             if "choices" in limits and value not in limits["choices"]:
                 raise ValueError(f"{f.name}={value} is none of {', '.join(limits['choices'])}")
-            if "least" in limits and not limits["least"] <= value < math.inf:
-                raise ValueError(f"{f.name}={value} is not at least {limits['least']}")
+            if "least" in limits and not limits["least"] <= value < 2 ** 31:
+                raise ValueError(f"{f.name}={value} is not a number from {limits['least']} to 2^31")
             if "above" in limits and not limits["above"] < value < math.inf:
-                raise ValueError(f"{f.name}={value} is not above {limits['above']}")
+                raise ValueError(f"{f.name}={value} is not a finite number above {limits['above']}")
 
 
 PAPER = dict(dataset="openwebtext", block_size=1024, max_steps=100_000, learning_rate=1e-3, warmup_steps=2000,
