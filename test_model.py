@@ -551,6 +551,56 @@ def test_batches_do_not_depend_on_the_number_of_processes(trained, folder):
             assert [float(x) for x in row if x] == pytest.approx([float(x) for x in expected if x], rel=1e-5)
 
 
+def test_a_step_that_is_not_finite_is_not_taken(folder):
+    process = start("train.py", *SMALL, "--learning_rate=1e38", "--max_steps=40", "--warmup_steps=30", "--eval_interval=1",
+                    cwd=folder)
+    out, err = process.communicate()
+    assert process.returncode == 1 and len(err.splitlines()) == 1 and "not taken" in err and "--learning_rate" in err
+    step = int(re.search(r"step (\d+):", err)[1])
+    saved = torch.load(folder / "out" / "ckpt.pt", weights_only=True)
+    assert saved["step"] == step and all(w.isfinite().all() for w in saved["model"].values())
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_none(trained, folder, monkeypatch):
+    shutil.copytree(trained / "out", folder / "out")
+    before = (folder / "out" / "ckpt.pt").read_bytes()
+
+    def full(state, file):
+        file.write(before[:1000])
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit, match="No space left on device.*the one before it stays"):
+        train_here(folder, "--resume=True", "--max_steps=14")
+    assert (folder / "out" / "ckpt.pt").read_bytes() == before
+
+
+def test_older_checkpoints_are_kept_as_asked(folder):
+    train_here(folder, "--keep=2", "--eval_interval=2")
+    names = ["ckpt.pt", "ckpt-00000010.pt", "ckpt-00000008.pt", "best.pt"]
+    assert [os.path.basename(path) for path in train.checkpoints(folder / "out")] == names
+    steps = [torch.load(folder / "out" / name, weights_only=True)["step"] for name in names[:3]]
+    assert steps == [12, 10, 8]
+
+
+def test_recomputing_bounds_memory(tmp_path):
+    """Bytes held for the backward pass grow with each visit's inside, or with one state per visit."""
+    def held(n_loop, recompute):
+        model, idx = make(n_loop=n_loop, block_size=64), tokens(8, 64)
+        model.recompute = recompute
+        kept = {}
+
+        def pack(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(idx, idx)[1]
+        return sum(kept.values()), loss
+    plain, recomputed = ([held(n_loop, recompute)[0] for n_loop in (2, 16)] for recompute in (False, True))
+    state = 8 * 64 * 32 * 4
+    assert plain[1] - plain[0] > 28 * 10 * state                # 28 more visits, more than ten states inside each
+    assert recomputed[1] - recomputed[0] <= 28 * 2 * state
+
+
 # ---- what users can get wrong -----------------------------------------------------------------------------------
 
 def complaint(main, argv, capsys):
