@@ -407,7 +407,7 @@ SMALL = ("--n_embd=32 --n_head=2 --block_size=32 --batch_size=4 --grad_accum=1 -
 
 
 def start(program, *flags, cwd, **more):
-    return subprocess.Popen([sys.executable, str(HERE / program), *flags], cwd=cwd, text=True, stdout=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, str(HERE / program), *flags], cwd=cwd, encoding="utf-8", stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env=dict(os.environ, OMP_NUM_THREADS="1", **more))
 
 
@@ -626,7 +626,7 @@ BAD_TRAIN_FLAGS = [
     ("--eval_interval=0", "eval_interval=0"), ("--eval_windows=0", "eval_windows=0"), ("--log_interval=0", "log_interval=0"),
     ("--keep=-1", "keep=-1"), ("--device=tpu", "tpu"), ("--dtype=int8", "int8"), ("--compile=1", "compile"),
     ("--recompute=yes", "recompute"), ("--dataset=nowhere", "python prepare.py --dataset=nowhere"),
-    ("--dataset=../..", "dataset"), ("--resume=True", "no checkpoint"), ("--out_dir=/dev/null/x", "/dev/null/x"),
+    ("--dataset=../..", "dataset=../.. is not the name"), ("--dataset=", "dataset= is not the name"), ("--out_dir=", "out_dir="), ("--resume=True", "no checkpoint"), ("--out_dir=/dev/null/x", "/dev/null/x"),
     ("--block_size=1000000", "block_size=1000000"),
 ]
 
@@ -635,6 +635,14 @@ BAD_TRAIN_FLAGS = [
 def test_train_refuses(flag, named, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert named in complaint(train.main, [flag], capsys)
+
+
+@pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"tokenizer": "words", "vocab_size": 300}',
+                                  '{"tokenizer": "gpt2", "vocab_size": 256}', '{"tokenizer": "bytes", "vocab_size": "x"}'])
+def test_train_refuses_a_dataset_that_does_not_describe_itself(meta, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    Path("data/pydocs/meta.json").write_text(meta)
+    assert "meta.json" in complaint(train.main, ["--max_steps=1"], capsys)
 
 
 @pytest.mark.parametrize("flag", ["--n_loop=5", "--n_embd=64", "--scaling=preln", "--exponent=0.3", "--preset=small"])
@@ -699,6 +707,10 @@ def test_sample_streams_the_model(trained):
     with torch.no_grad():
         ids = greedy_without_cache(model, torch.tensor([prompt]), 60)[0].tolist()
     assert out == bytes(prompt + ids).decode(errors="replace") + "\n" and err == ""
+    torch.manual_seed(1)                                                        # bytes at random: hardly any are UTF-8
+    ids = [token.item() for token in model.generate(torch.tensor([prompt]), 60, temperature=50.0)]
+    wild = run("sample.py", "--prompt=The é", "--max_new_tokens=60", "--temperature=50", cwd=trained)[0]
+    assert wild == "The é" + bytes(ids).decode(errors="replace") + "\n" and "\ufffd" in wild
     (trained / "prompt.txt").write_text("The é", encoding="utf-8")
     assert run("sample.py", "--prompt=FILE:prompt.txt", *flags, cwd=trained)[0] == out
 

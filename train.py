@@ -173,16 +173,21 @@ def read_windows(data, positions, block_size, device):
 
 def load_meta(dataset):
     """The tokenizer's name and vocabulary size of data/<dataset>; raises ValueError if it is not prepared."""
+    if dataset in ("", ".", "..") or os.path.basename(dataset) != dataset:
+        raise ValueError(f"dataset={dataset} is not the name of a folder under data/")
     path = os.path.join("data", dataset, "meta.json")
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        return str(meta["tokenizer"]), int(meta["vocab_size"])
+        if meta["vocab_size"] < {"bytes": 256, "gpt2": 50257}[meta["tokenizer"]]:
+            raise ValueError
+        return meta["tokenizer"], meta["vocab_size"]
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist, so the dataset is missing or unfinished; make it with: "
                          f"python prepare.py --dataset={dataset}") from None
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} does not name a tokenizer and a vocab_size; make the dataset anew") from None
+        raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the "
+                         f"folder and make it anew: python prepare.py --dataset={dataset}") from None
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
@@ -340,7 +345,10 @@ def main(argv=None):
         if model is None:
             model = GPT(GPTConfig(vocab_size, **{name: getattr(s, name) for name in MODEL_FLAGS}))
         if rank == 0:
-            os.makedirs(s.out_dir, exist_ok=True)
+            try:
+                os.makedirs(s.out_dir, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"out_dir={s.out_dir} cannot be made ({error.strerror}); choose another") from None
             need, free = 3 * 12 * model.num_params(), shutil.disk_usage(s.out_dir).free
             if free < need:     # weights and two moments in float32; the latest, the best and the one being written
                 raise ValueError(f"checkpoints need {need / 1e6:,.0f} MB in out_dir={s.out_dir}, and {free / 1e6:,.0f} MB are free")
