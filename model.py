@@ -18,6 +18,7 @@ DeepLoop: arXiv 2607.13491. DeepNorm: arXiv 2203.00555.
 import copy
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -281,6 +282,7 @@ class GPT(nn.Module):
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)                           # (B, 1)
             else:
+                logits -= logits.amax(-1, keepdim=True)                         # no overflow at any temperature
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
             context = torch.cat((context, new), dim=1)
             if context.size(1) > block_size:
@@ -366,12 +368,15 @@ def pick_device(name, index=0):
 
     Raises ValueError for a device that this machine does not have.
     """
-    has = {"cuda": torch.cuda.device_count() > index, "mps": torch.backends.mps.is_available(), "cpu": True}
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = next(kind for kind in has if has[kind]) if name == "auto" else name
     if not has[kind]:
         raise ValueError(f"device={kind} is not available on this machine; leave --device out to take what is")
     if kind != "cuda":
         return torch.device(kind)
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"process {index} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
+                         "start as many processes with torchrun --nproc_per_node")
     torch.cuda.set_device(index)
     return torch.device(kind, index)
 
@@ -387,11 +392,13 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = GPT(GPTConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
+        for name in ("step", "tokenizer", "settings", "optimizer", "scaler", "best_val_loss", "seconds"):
+            checkpoint[name]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:      # torch.load answers a broken file with nearly any exception there is
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} is not a whole checkpoint of this program: {reason[:120]}") from None
+        raise ValueError(f"{path} is not a whole checkpoint of this program ({type(error).__name__}); "
+                         "train anew in another --out_dir, or restore the file") from None
     return model, checkpoint
 
 
@@ -425,4 +432,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")
     main()

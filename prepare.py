@@ -65,10 +65,12 @@ def whole_file(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(part)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def write_shard(path, tokens):
@@ -112,7 +114,7 @@ def load_tokenizer(name):
         .decode(ids)           bytes, not always whole UTF-8; ids without text give none
     Raises ValueError for another name, OSError when GPT-2's files cannot be had, ImportError without tiktoken."""
     if name == "bytes":
-        return SimpleNamespace(name=name, vocab_size=256, start=[], decode=lambda ids: bytes(int(i) for i in ids),
+        return SimpleNamespace(name=name, vocab_size=256, start=[], decode=lambda ids: bytes(int(i) for i in ids if i < 256),
                                encode=lambda text: list(text.encode("utf-8", "replace")))
     if name != "gpt2":
         raise ValueError(f"tokenizer={name!r} is neither 'bytes' nor 'gpt2'")
@@ -196,8 +198,10 @@ def read_meta(folder, **wanted):
         if path.exists():
             try:
                 meta = dict(json.loads(path.read_text("utf-8")))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path} is not a dataset's description; delete the folder {folder}") from error
+                meta["tokens"]["train"], meta["tokens"]["val"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path} is not a description that this program wrote: delete the folder {folder} or "
+                                 "choose another --dataset name") from error
             for key, value in wanted.items():
                 if meta.get(key) != value:
                     raise ValueError(f"{folder} was made with {key}={meta.get(key)!r}, not {value!r}: "
@@ -263,7 +267,7 @@ def prepare_pydocs(tokenizer="bytes"):
     folder = DATA / "pydocs"
     meta, finished = read_meta(folder, tokenizer=tokenizer)
     if finished:
-        return say(f"{summary(folder, meta)}; finished, nothing to do")
+        return say(f"{summary(folder, meta)}; finished, nothing to do; delete the folder to make it anew")
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -298,7 +302,7 @@ def prepare_input(name, paths, tokenizer):
     folder, source = DATA / name, [Path(path).as_posix() for path in paths]
     meta, finished = read_meta(folder, tokenizer=tokenizer, source=source)
     if finished:
-        return say(f"{summary(folder, meta)}; finished, nothing to do")
+        return say(f"{summary(folder, meta)}; finished, nothing to do; delete the folder to make it anew")
     names = {}  # of each file: below the folder that was given, so that its place does not count
     for given in paths:
         for path in files_under(Path(given)):
@@ -337,6 +341,8 @@ def name_hash(name):
 
 def hub_url(repo, path):
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"HF_ENDPOINT={endpoint} is not an address like https://huggingface.co")
     return f"{endpoint.rstrip('/')}/datasets/{repo[0]}/resolve/{repo[1]}/{path}"
 
 
@@ -552,7 +558,7 @@ def prepare_openwebtext(subsets, workers, keep_raw):
     done = meta.get("subsets", {})
     missing = [f"{subset:02d}" for subset in subsets if f"{subset:02d}" not in done]
     if finished and not missing:
-        return say(f"{summary(folder, meta)}, {len(done)} of {OPENWEBTEXT_SUBSETS} subsets; finished, nothing to do")
+        return say(f"{summary(folder, meta)}, {len(done)} of {OPENWEBTEXT_SUBSETS} subsets; finished, nothing to do; delete the folder to make it anew")
 
     load_tokenizer("gpt2")  # fails here rather than after gigabytes
     archives = {subset: raw / f"urlsf_subset{subset}.tar" for subset in missing}
@@ -606,7 +612,7 @@ def prepare_fineweb_edu(shards):
     source = {"tokenizer": "gpt2", "vocab_size": 50304, "source": FINEWEB_EDU[0], "revision": FINEWEB_EDU[1]}
     meta, finished = read_meta(folder, **source)
     if finished and shards <= meta["shards"]:
-        return say(f"{summary(folder, meta)}, {meta['shards']} training shards; finished, nothing to do")
+        return say(f"{summary(folder, meta)}, {meta['shards']} training shards; finished, nothing to do; delete the folder to make it anew")
 
     shards = max(shards, meta.get("shards", 0))
     names = ["edu_fineweb_val_000000.bin"] + [f"edu_fineweb_train_{i + 1:06d}.bin" for i in range(shards)]
@@ -661,7 +667,7 @@ def parse_subsets(text):
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser("prepare.py", "python prepare.py [--name=value ...]", __doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser("prepare.py", argparse.SUPPRESS, __doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="pydocs", help="pydocs, openwebtext, fineweb_edu, or a name for --input")
     parser.add_argument("--input", nargs="+", metavar="PATH", help="UTF-8 text: files, and folders read to the bottom")

@@ -12,29 +12,31 @@ from prepare import load_tokenizer
 
 def parse(argv):
     """The flags, checked, as a namespace; exits with one sentence on a bad one."""
-    parser = argparse.ArgumentParser(prog="sample.py", usage=argparse.SUPPRESS, allow_abbrev=False,
+    parser = argparse.ArgumentParser(prog="sample.py", usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                                      description="Streams text from a model: sample.py [--name=value ...]")
     parser.add_argument("--out_dir", default="out", help="folder of the checkpoint, ckpt.pt")
     parser.add_argument("--prompt", default="", help="text to continue, FILE:path, or - for standard input")
-    parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("--num_samples", type=int, default=1, help="how many texts")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="length of a sample, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token every time")
     parser.add_argument("--top_k", type=int, default=None, help="sample among the k likeliest tokens only")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the sampling")
     parser.add_argument("--n_loop", type=int, default=None, help="rounds to run, if not those of the training")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"))
     args = parser.parse_args(argv)
     for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0),
                         ("n_loop", 1)):
         value = getattr(args, name)
-        if value is not None and not least <= value < 2 ** 63:
-            parser.error(f"--{name}={value} is not at least {least}")
+        if value is not None and not least <= value < 2 ** 31:
+            parser.error(f"--{name}={value} is not a number from {least} to 2^31")
     return args
 
 
 def read_prompt(prompt):
     """The prompt's text: itself, or the contents of the file or of standard input that it names."""
     if prompt == "-":
+        if sys.stdin is None:
+            raise ValueError("prompt=- asks for standard input, which is closed")
         return sys.stdin.buffer.read().decode()
     if prompt.startswith("FILE:"):
         with open(prompt.removeprefix("FILE:"), "rb") as f:
@@ -53,7 +55,7 @@ def main(argv=None):
         sys.exit(f"sample.py: prompt={args.prompt} is not UTF-8 text: {error.reason} at byte {error.start}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"sample.py: {error}")
-    ids = tokenizer.start + tokenizer.encode(prompt) or tokenizer.encode("\n")
+    ids = (tokenizer.start + tokenizer.encode(prompt)) or tokenizer.encode("\n")
     block_size = model.config.block_size
     if len(ids) > block_size:
         print(f"the prompt has {len(ids)} tokens, and the model reads the last {block_size}", file=sys.stderr)
@@ -72,8 +74,16 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if sys.stdout is None:
+        sys.exit("sample.py: standard output is closed, so there is nowhere to print to")
     try:
         main()
-    except (KeyboardInterrupt, BrokenPipeError):                           # Ctrl-C, or a reader such as head that has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # what is still in the buffer goes nowhere
+    except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:            # a full disk, or a reader such as head that has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # what is still in the buffer goes nowhere
+        sys.exit(None if isinstance(error, BrokenPipeError) else f"sample.py: the text could not be printed: {error.strerror}")
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        sys.exit("sample.py: out of memory; try fewer rounds with --n_loop")

@@ -540,6 +540,19 @@ def test_windows_stay_in_their_shard_and_are_drawn_in_proportion(tmp_path, monke
     assert idx[:, 0].tolist() == [*range(42), *range(2000, 2192)]
 
 
+def test_a_public_shard_trains_as_it_is(tmp_path):
+    """A shard written by llm.c's description alone, 1,024 bytes of header and GPT-2 tokens, and two lines of meta.json."""
+    ids = np.random.default_rng(0).integers(50257, size=3000)
+    os.makedirs(tmp_path / "data" / "edu [1]")
+    for split in ("train", "val"):
+        shard = struct.pack("<3i", 20240520, 1, 3000) + bytes(1012) + struct.pack("<3000H", *ids)
+        (tmp_path / "data" / "edu [1]" / f"edu_fineweb_{split}_000001.bin").write_bytes(shard)
+    (tmp_path / "data" / "edu [1]" / "meta.json").write_text('{"tokenizer": "gpt2", "vocab_size": 50304}')
+    train_here(tmp_path, "--dataset=edu [1]", "--max_steps=3", "--n_embd=16")
+    rows = log_of(tmp_path / "out")
+    assert float(rows[1][1]) == pytest.approx(math.log(50304), abs=0.1) and len(rows) == 5
+
+
 def test_batches_do_not_depend_on_the_number_of_processes(trained, folder):
     flags = [flag for flag in SMALL if "batch_size" not in flag] + ["--batch_size=1", "--grad_accum=4"]
     for world in (2, 4):
@@ -569,17 +582,52 @@ def test_a_checkpoint_that_cannot_be_written_costs_none(trained, folder, monkeyp
         file.write(before[:1000])
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(SystemExit, match="No space left on device.*the one before it stays"):
+    with pytest.raises(SystemExit, match="No space left on device.*those before it stay"):
         train_here(folder, "--resume=True", "--max_steps=14")
     assert (folder / "out" / "ckpt.pt").read_bytes() == before
 
 
 def test_older_checkpoints_are_kept_as_asked(folder):
     train_here(folder, "--keep=2", "--eval_interval=2")
-    names = ["ckpt.pt", "ckpt-00000010.pt", "ckpt-00000008.pt", "best.pt"]
+    names = ["ckpt.pt", "ckpt-00000012.pt", "ckpt-00000010.pt", "ckpt-00000008.pt", "best.pt"]
     assert [os.path.basename(path) for path in train.checkpoints(folder / "out")] == names
-    steps = [torch.load(folder / "out" / name, weights_only=True)["step"] for name in names[:3]]
-    assert steps == [12, 10, 8]
+    steps = [torch.load(folder / "out" / name, weights_only=True)["step"] for name in names[:4]]
+    assert steps == [12, 12, 10, 8]
+
+
+def test_resume_writes_where_it_read(trained, folder):
+    shutil.copytree(trained / "out", folder / "moved")
+    before = (trained / "out" / "ckpt.pt").read_bytes()
+    train_here(folder, "--out_dir=moved", "--resume=True", "--max_steps=14")
+    assert torch.load(folder / "moved" / "ckpt.pt", weights_only=True)["step"] == 14
+    assert not (folder / "out").exists() and (trained / "out" / "ckpt.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("broken", [None, b"", b"PK"])
+def test_a_run_survives_its_latest_checkpoint(trained, folder, broken):
+    train_here(folder, "--keep=3", "--max_steps=8")
+    for name in ("ckpt.pt", "ckpt-00000008.pt", "best.pt"):
+        path = folder / "out" / name
+        path.unlink() if broken is None else path.write_bytes(broken)
+    train_here(folder, "--keep=3", "--resume=auto")
+    assert same_run(trained / "out", folder / "out")
+    steps = {name: torch.load(folder / "out" / name, weights_only=True)["step"] for name in ("ckpt-00000004.pt", "best.pt")}
+    assert steps == {"ckpt-00000004.pt": 4, "best.pt": 12}
+
+
+def test_nobody_reading_does_not_stop_a_run(trained, folder):
+    process = start("train.py", *SMALL, cwd=folder)
+    process.stdout.close()
+    assert process.wait() == 0, process.stderr.read()
+    assert same_run(trained / "out", folder / "out")
+
+
+def test_a_garbled_log_costs_only_its_garbage(trained, folder):
+    shutil.copytree(trained / "out", folder / "out")
+    with open(folder / "out" / "log.csv", "ab") as f:
+        f.write(b"\xff\xfe garbage\n\xc2\xb2,1\n5,cut")
+    train_here(folder, "--resume=True")
+    assert log_of(folder / "out") == log_of(trained / "out")
 
 
 def test_recomputing_bounds_memory(tmp_path):
@@ -681,7 +729,8 @@ def test_foreign_checkpoints_are_refused(trained, tmp_path):
     state = torch.load(trained / "out" / "ckpt.pt", weights_only=True)
     path = tmp_path / "ckpt.pt"
     other = {**state, "config": {**state["config"], "n_embd": 64}}
-    for content in (other, {"model": 1}, [1, 2], {**state, "config": {**state["config"], "depth": 3}}):
+    without = {name: value for name, value in state.items() if name != "tokenizer"}
+    for content in (other, without, {"model": 1}, [1, 2], {**state, "config": {**state["config"], "depth": 3}}):
         torch.save(content, path)
         with pytest.raises(ValueError, match="ckpt.pt is not a whole checkpoint"):
             load_checkpoint(path)
@@ -1043,7 +1092,7 @@ def test_bad_flags(args, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         prepare.main(args.split())
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 2 and "prepare.py: error: " in error, error
+    assert stop.value.code == 2 and error.count("\n") == 1 and "prepare.py: error: " in error, error
     assert not list(tmp_path.iterdir())
 
 
@@ -1274,10 +1323,10 @@ def test_no_room_no_server_no_file_are_known_before_anything_is_made(tmp_path, m
             assert prepare.main(args) == 1
             assert re.fullmatch("prepare.py: .* 404 .*\n", capsys.readouterr().err)
         assert {entry[0] for entry in hub.log} == {"HEAD"}
-    for endpoint in ("http://127.0.0.1:9", "nonsense"):
+    for endpoint, words in (("http://127.0.0.1:9", "cannot reach"), ("nonsense", "HF_ENDPOINT=nonsense")):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         assert prepare.main(["--dataset=fineweb_edu"]) == 1
-        assert re.fullmatch("prepare.py: cannot reach .*\n", capsys.readouterr().err)
+        assert re.fullmatch(f"prepare.py: {words} .*\n", capsys.readouterr().err)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

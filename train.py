@@ -10,11 +10,11 @@ Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.cs
 import argparse
 import csv
 import glob
-import io
 import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -116,10 +116,10 @@ def configure(argv):
                                      description="Trains a looped GPT: [torchrun] train.py [--name=value ...]")
     for f in fields(Settings):
         kind = {bool: boolean, float | None: float}.get(f.type, f.type)
-        default = " / ".join(str(preset.get(f.name, f.default)) for preset in PRESETS.values()) \
-            if any(f.name in preset for preset in PRESETS.values()) else f.default
-        parser.add_argument("--" + f.name, type=kind, choices=f.metadata.get("choices"), metavar="...",
-                            help=f"{f.metadata['help']} (default: {default})")
+        others = "".join(f"; {name}: {preset[f.name]}" for name, preset in PRESETS.items() if f.name in preset)
+        parser.add_argument("--" + f.name, type=kind, choices=f.metadata.get("choices"),
+                            metavar=None if "choices" in f.metadata else kind.__name__,
+                            help=f"{f.metadata['help']} (default: {f.default}{others})")
     given = vars(parser.parse_args(argv))
     try:
         settings = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
@@ -135,9 +135,12 @@ def configure(argv):
             if given.get(name, trained) != trained:
                 raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {settings.out_dir}, which has "
                                  f"{name}={trained}; leave the flag out, or choose another --out_dir")
-        return Settings(**(checkpoint["settings"] | given)), model, checkpoint
+        here = dict(out_dir=settings.out_dir, resume=settings.resume)       # where the checkpoint lies now
+        return Settings(**(checkpoint["settings"] | here | given)), model, checkpoint
     except ValueError as error:
         parser.error(str(error))
+    except (KeyError, TypeError):
+        parser.error(f"the checkpoint in {settings.out_dir} has other settings than this version of train.py knows")
 
 
 # ---- data -----------------------------------------------------------------------------------------------------
@@ -147,12 +150,13 @@ def open_split(dataset, split, block_size):
 
     Raises ValueError if there is no shard, a broken one, or no window at all.
     """
-    paths = sorted(glob.glob(os.path.join("data", dataset, f"*{split}*.bin")))
+    paths = sorted(glob.glob(os.path.join("data", glob.escape(dataset), f"*{split}*.bin")))
+    if not paths:
+        raise ValueError(f"data/{dataset} has no shard *{split}*.bin; delete the folder and make it anew")
     shards = [read_shard(path) for path in paths]
     counts = np.array([max(0, len(shard) - block_size) for shard in shards], dtype=np.int64)
     if counts.sum() == 0:
-        longest = max(map(len, shards), default=0)
-        raise ValueError(f"the {split} split in data/{dataset} has at most {longest} tokens in a row, and "
+        raise ValueError(f"the {split} split in data/{dataset} has at most {max(map(len, shards))} tokens in a row, and "
                          f"block_size={block_size} needs {block_size + 1}; give it more text or a smaller --block_size")
     return shards, counts
 
@@ -179,12 +183,12 @@ def load_meta(dataset):
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        if meta["vocab_size"] < {"bytes": 256, "gpt2": 50257}[meta["tokenizer"]]:
+        if type(meta["vocab_size"]) is not int or meta["vocab_size"] < {"bytes": 256, "gpt2": 50257}[meta["tokenizer"]]:
             raise ValueError
         return meta["tokenizer"], meta["vocab_size"]
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist, so the dataset is missing or unfinished; make it with: "
-                         f"python prepare.py --dataset={dataset}") from None
+                         f"python prepare.py --dataset={dataset} (and --input PATH for text of your own)") from None
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the "
                          f"folder and make it anew: python prepare.py --dataset={dataset}") from None
@@ -192,18 +196,17 @@ def load_meta(dataset):
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-def save(state, out_dir, best, keep, previous):
-    """Writes ckpt.pt, and best.pt too if it is the best; the one before, of step `previous`, joins the `keep` older ones."""
-    latest = os.path.join(out_dir, "ckpt.pt")
-    with whole_file(latest) as f:
-        torch.save(state, f)
-        if keep and previous is not None:
-            os.replace(latest, os.path.join(out_dir, f"ckpt-{previous:08d}.pt"))
-    if best:
-        with whole_file(os.path.join(out_dir, "best.pt")) as f:
+def save(state, out_dir, best, keep):
+    """Writes best.pt, if this is the best, and ckpt.pt; with keep also ckpt-<step>.pt, of which the latest keep + 1 stay.
+
+    best.pt goes first: after a kill between the two, the run repeats the steps since ckpt.pt and finds its best again.
+    """
+    names = ["best.pt"] * best + [f"ckpt-{state['step']:08d}.pt"] * bool(keep) + ["ckpt.pt"]
+    for name in names:
+        with whole_file(os.path.join(out_dir, name)) as f:
             torch.save(state, f)
     if keep:
-        for path in sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt-*.pt")))[:-keep]:
+        for path in sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt-*.pt")))[:-keep - 1]:
             os.remove(path)
 
 
@@ -236,8 +239,9 @@ def newest_checkpoint(out_dir):
 
 def set_aside(out_dir):
     """Moves an earlier run's files into out_dir/previous-<n>: a fresh run overwrites nothing."""
-    files = [*checkpoints(out_dir), *glob.glob(os.path.join(glob.escape(out_dir), "log.csv"))]
+    files = checkpoints(out_dir)
     if files:
+        files += glob.glob(os.path.join(glob.escape(out_dir), "log.csv"))
         names = (os.path.join(out_dir, f"previous-{n}") for n in itertools.count(1))
         folder = next(name for name in names if not os.path.exists(name))
         os.makedirs(folder)
@@ -253,12 +257,11 @@ def open_log(out_dir, step):
     """log.csv, open for appending the row of `step`: later rows, which a run that was cut off left, are dropped."""
     path, rows = os.path.join(out_dir, "log.csv"), []
     if step > 0 and os.path.isfile(path):
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = [row for row in csv.reader(f) if row and row[0].isdigit() and int(row[0]) < step]
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows([LOG_COLUMNS, *rows])
+        with open(path, encoding="utf-8", errors="replace") as f:
+            rows = [line.strip() for line in f if line.count(",") == len(LOG_COLUMNS) - 1
+                    and re.match(r"[0-9]{1,15},", line) and int(line.split(",")[0]) < step]
     with whole_file(path) as f:
-        f.write(text.getvalue().encode())
+        f.write("".join(line + "\n" for line in [",".join(LOG_COLUMNS), *rows]).encode())
     return open(path, "a", newline="", encoding="utf-8")
 
 
@@ -312,8 +315,8 @@ def compile_blocks(model, idx, targets, autocast):
         loss.backward()
     except Exception as error:      # no C++ compiler, no Triton, a GPU too old for it: each has an exception of its own
         for block in model.blocks:
-            block._compiled_call_impl = None
-        return str(error).strip().splitlines()[0]
+            block._compiled_call_impl = None        # what Module.compile sets; it has no public way back
+        return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -339,7 +342,8 @@ def main(argv=None):
             raise ValueError(f"dataset={s.dataset} has {tokenizer} tokens; the checkpoint in {s.out_dir} was trained on "
                              f"{state['tokenizer']} tokens")
         if state["step"] > s.max_steps:
-            raise ValueError(f"max_steps={s.max_steps} lies behind the checkpoint's step {state['step']}")
+            raise ValueError(f"max_steps={s.max_steps} is less than the {state['step']} steps that the checkpoint in "
+                             f"{s.out_dir} has done; raise it to train on")
         train_data, val_data = (open_split(s.dataset, split, s.block_size) for split in ("train", "val"))
         torch.manual_seed(s.seed)
         if model is None:
@@ -349,9 +353,15 @@ def main(argv=None):
                 os.makedirs(s.out_dir, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"out_dir={s.out_dir} cannot be made ({error.strerror}); choose another") from None
-            need, free = 3 * 12 * model.num_params(), shutil.disk_usage(s.out_dir).free
-            if free < need:     # weights and two moments in float32; the latest, the best and the one being written
-                raise ValueError(f"checkpoints need {need / 1e6:,.0f} MB in out_dir={s.out_dir}, and {free / 1e6:,.0f} MB are free")
+            for name in ("ckpt.pt", "best.pt", "log.csv"):
+                if os.path.isdir(os.path.join(s.out_dir, name)):
+                    raise ValueError(f"{s.out_dir}/{name} is a folder, where a file of the run belongs; move it away")
+            # weights and two moments in float32: the latest, the best, the kept ones, and one being written
+            files = 3 + bool(s.keep) * (s.keep + 1) - (len(checkpoints(s.out_dir)) if checkpoint else 0)
+            need, free = max(1, files) * 12 * model.num_params(), shutil.disk_usage(s.out_dir).free
+            if free < need:
+                raise ValueError(f"out_dir={s.out_dir} has {free / 1e6:,.1f} MB of disk left, and checkpoints need "
+                                 f"{need / 1e6:,.1f} MB; make room or choose another")
             if checkpoint is None:
                 set_aside(s.out_dir)
             log_file = open_log(s.out_dir, state["step"])
@@ -360,7 +370,15 @@ def main(argv=None):
 
     def say(text):
         if rank == 0:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except OSError:     # a closed pipe or a full disk behind it: the run goes on without
+                sys.stdout = open(os.devnull, "w")
+
+    def log(*row):
+        if rank == 0:
+            csv.writer(log_file, lineterminator="\n").writerow(row)
+            log_file.flush()
 
     # the model, its optimizer, and where the run stands
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")      # TF32
@@ -369,15 +387,14 @@ def main(argv=None):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     step, best_val_loss, seconds = state["step"], state["best_val_loss"], state["seconds"]
-    saved_step = step if checkpoint else None
-    if checkpoint is not None:
+    if checkpoint is not None:      # its moments; learning rate and weight decay are the settings'
         optimizer.load_state_dict(dict(optimizer.state_dict(), state=checkpoint["optimizer"]))
         scaler.load_state_dict(checkpoint["scaler"])
     if s.compile == "True" or s.compile == "auto" and device.type == "cuda":
         trouble = compile_blocks(model, *read_windows(train_data, np.arange(s.batch_size), s.block_size, device), autocast)
         if trouble:
             say(f"compile is left off: {trouble}")
-    network = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
+    network = DistributedDataParallel(model) if world > 1 else model
 
     tokens_per_step = s.batch_size * s.grad_accum * s.block_size
     peak = world * matmul_peak(device, dtype)
@@ -422,9 +439,10 @@ def main(argv=None):
                          scaler=scaler.state_dict(), config=asdict(c), settings=asdict(s), tokenizer=tokenizer,
                          best_val_loss=best_val_loss, seconds=seconds)
             try:
-                save(state, s.out_dir, best, s.keep, saved_step)
-            except OSError as error:
-                sys.exit(f"train.py: the checkpoint of step {step} could not be written ({error}); the one before it stays")
+                save(state, s.out_dir, best, s.keep)
+            except (OSError, RuntimeError) as error:    # torch turns a full disk into either
+                reason = error if isinstance(error, OSError) else "is the disk full?"
+                sys.exit(f"train.py: the checkpoint of step {step} could not be written ({reason}); those before it stay")
 
     stopped_by = []     # the signal that asks to stop, once one has come; a second one ends the process at once
 
@@ -449,12 +467,9 @@ def main(argv=None):
             if best:
                 best_val_loss = val_loss
             say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token" + "  (best so far)" * best)
-            if step > first:
-                save_checkpoint(best)
-                saved_step = step
+            save_checkpoint(best)
         if step == s.max_steps:
-            if rank == 0:
-                csv.writer(log_file).writerow((step, "", val_loss, "", "", "", f"{seconds:.3f}"))
+            log(step, "", val_loss, "", "", "", f"{seconds:.3f}")
             finished = True
             break
 
@@ -484,10 +499,7 @@ def main(argv=None):
 
         took = time.perf_counter() - step_began
         seconds += took
-        if rank == 0:
-            csv.writer(log_file).writerow((step, loss, "" if val_loss is None else val_loss, lr, grad_norm,
-                                           f"{tokens_per_step / took:.1f}", f"{seconds:.3f}"))
-            log_file.flush()
+        log(step, loss, "" if val_loss is None else val_loss, lr, grad_norm, f"{tokens_per_step / took:.1f}", f"{seconds:.3f}")
         step += 1
         if step % s.log_interval == 0 or step == first + 1:
             speed = tokens_per_step * (step - shown[0]) / (seconds - shown[1])          # since the last such line
@@ -508,6 +520,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")       # a folder's name need not fit the terminal's encoding
     try:
         main()
     except KeyboardInterrupt:       # before the loop, which has its own way to stop
@@ -517,4 +531,5 @@ if __name__ == "__main__":
     except (RuntimeError, MemoryError) as error:
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
-        sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum) or --recompute=True")
+        sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum), --recompute=True, or a smaller "
+                 "model")
