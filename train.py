@@ -41,7 +41,7 @@ def flag(default, help, **limits):
 @dataclass
 class Settings:
     """Every setting of a run; the fields are the flags. Raises ValueError for a value out of its limits."""
-    preset: str = flag("tiny", "where the other defaults come from", choices=("tiny", "small", "medium"))
+    preset: str = flag("tiny", "which defaults the other settings have", choices=("tiny", "small", "medium"))
     out_dir: str = flag("out", "folder for checkpoints and log.csv")
     resume: str = flag("False", "True goes on from the checkpoint in out_dir, auto if there is one",
                        choices=("False", "True", "auto"))
