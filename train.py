@@ -454,7 +454,7 @@ def main(argv=None):
         signal.signal(number, on_signal)
 
     # the loop: row `step` of the log tells of the weights after `step` steps
-    first, began, shown = step, time.perf_counter(), (step, seconds)
+    first, first_seconds, shown = step, seconds, (step, seconds)
     batches = batches_of(step)
     finished = stopped = False
     while not stopped:
@@ -504,7 +504,7 @@ def main(argv=None):
         if step % s.log_interval == 0 or step == first + 1:
             speed = tokens_per_step * (step - shown[0]) / (seconds - shown[1])          # since the last such line
             shown = step, seconds
-            left = (time.perf_counter() - began) / (step - first) * (s.max_steps - step)
+            left = (seconds - first_seconds) / (step - first) * (s.max_steps - step)
             say(f"step {step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  {speed:,.0f} tokens/s  "
                 f"{speed * model.flops_per_token() / peak:.0%} of peak  {clock(left)} left")
 
@@ -514,6 +514,7 @@ def main(argv=None):
         save_checkpoint(best=False)
         say(f"stopped by a signal at step {step} and saved; go on with --resume=auto")
     if world > 1:
+        dist.barrier()      # the first process may still be saving; who leaves early takes the connection down
         dist.destroy_process_group()
     if not finished:
         sys.exit(128 + (stopped_by or [signal.SIGTERM])[0])     # what follows && must not run on half a model
