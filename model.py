@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 # One shared update is written by R visits and read by R visits: up to R² terms per block where untied depth has R.
 # If the visits' effects align, alpha = (2N)^p and beta = (8N)^-p bound the change of the output by one step only
-# for p >= 1/2; if they do not, for p >= 1/4 (DeepLoop, section 3).
+# for p >= 1/2; if they do not, for p >= 1/4 (DeepLoop, the bound M·kappa_R·(beta/alpha)² on the change).
 EXPONENT = {"deepnorm": 1 / 4, "deeploop": 1 / 2}
 
 
@@ -74,12 +74,12 @@ class GPTConfig:
 
     @property
     def alpha(self):
-        """(2N)^p, on the skip path of every visit (DeepLoop, eq. 4; DeepNet, table 1 for p = 1/4)."""
+        """(2N)^p, on the skip path of every visit: DeepLoop's for p = 1/2, DeepNet's for a decoder for 1/4."""
         return (2 * self.n_unrolled) ** self.p
 
     @property
     def beta(self):
-        """(8N)^-p, a gain at initialization only; the forward pass never sees it (same equations)."""
+        """(8N)^-p, a gain at initialization only; the forward pass never sees it (same sources)."""
         return (8 * self.n_unrolled) ** -self.p
 
 
@@ -110,9 +110,9 @@ def norm(x):
 
 
 def rope_tables(block_size, head_size):
-    """cos and sin of RoPE's angles, each (block_size, 1, hs): position t turns the pair (i, i + hs/2) by t · 10000^(-2i/hs).
+    """cos and sin of RoPE's angles, each (block_size, 1, hs).
 
-    Source: RoFormer, arXiv 2104.09864, section 3.2.2.
+    Position t turns the pair (i, i + hs/2) by t · 10000^(-2i/hs). Source: RoFormer, arXiv 2104.09864, section 3.2.2.
     """
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency).unsqueeze(1)  # (block_size, 1, hs/2)
@@ -309,7 +309,7 @@ class GPT(nn.Module):
         For sublayer j, whose visits r write updates G_r (the loss gradient through visit r alone) and move the
         output by U_r (the Jacobian of the final hidden state by the parameters as visit r reads them),
 
-            κ_j = ‖Σ_r U_r‖ ‖Σ_r G_r‖ / (R max_r ‖U_r‖ max_r ‖G_r‖)                 (DeepLoop, eq. 9)
+            κ_j = ‖Σ_r U_r‖ ‖Σ_r G_r‖ / (R max_r ‖U_r‖ max_r ‖G_r‖)     (DeepLoop, visit-alignment coefficient)
 
         in Frobenius norms, with the largest visit for the bound on one visit: 1 at R = 1, R when all visits agree.
         ‖U‖² is the mean of ‖vᵀU‖² over n_probe random cotangents v; they come from a generator of their own, so
@@ -375,8 +375,8 @@ def pick_device(name, index=0):
     if kind != "cuda":
         return torch.device(kind)
     if index >= torch.cuda.device_count():
-        raise ValueError(f"process {index} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
-                         "start as many processes with torchrun --nproc_per_node")
+        raise ValueError(f"process {index} of this machine has no GPU of its own: there are "
+                         f"{torch.cuda.device_count()}; start as many processes with torchrun --nproc_per_node")
     torch.cuda.set_device(index)
     return torch.device(kind, index)
 
@@ -405,7 +405,7 @@ def load_checkpoint(path):
 def sgd_step_change(model, idx, targets, learning_rate=0.1):
     """Takes one plain SGD step on (idx, targets) and returns ‖ΔF‖ / ‖F‖, F the final hidden state of idx.
 
-    The blocks step, as in the theory (DeepLoop, section 3); the embedding, whose step does not know R, stays.
+    The blocks step, as in the theory (DeepLoop, first-order change ΔF); the embedding, whose step does not know R, stays.
     """
     loss = model(idx, targets)[1]
     grads = torch.autograd.grad(loss, list(model.blocks.parameters()))

@@ -558,7 +558,8 @@ def prepare_openwebtext(subsets, workers, keep_raw):
     done = meta.get("subsets", {})
     missing = [f"{subset:02d}" for subset in subsets if f"{subset:02d}" not in done]
     if finished and not missing:
-        return say(f"{summary(folder, meta)}, {len(done)} of {OPENWEBTEXT_SUBSETS} subsets; finished, nothing to do; delete the folder to make it anew")
+        return say(f"{summary(folder, meta)}, {len(done)} of {OPENWEBTEXT_SUBSETS} subsets; "
+                   "finished, nothing to do; delete the folder to make it anew")
 
     load_tokenizer("gpt2")  # fails here rather than after gigabytes
     archives = {subset: raw / f"urlsf_subset{subset}.tar" for subset in missing}
@@ -612,7 +613,8 @@ def prepare_fineweb_edu(shards):
     source = {"tokenizer": "gpt2", "vocab_size": 50304, "source": FINEWEB_EDU[0], "revision": FINEWEB_EDU[1]}
     meta, finished = read_meta(folder, **source)
     if finished and shards <= meta["shards"]:
-        return say(f"{summary(folder, meta)}, {meta['shards']} training shards; finished, nothing to do; delete the folder to make it anew")
+        return say(f"{summary(folder, meta)}, {meta['shards']} training shards; "
+                   "finished, nothing to do; delete the folder to make it anew")
 
     shards = max(shards, meta.get("shards", 0))
     names = ["edu_fineweb_val_000000.bin"] + [f"edu_fineweb_train_{i + 1:06d}.bin" for i in range(shards)]

@@ -12,7 +12,8 @@ from prepare import load_tokenizer
 
 def parse(argv):
     """The flags, checked, as a namespace; exits with one sentence on a bad one."""
-    parser = argparse.ArgumentParser(prog="sample.py", usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = argparse.ArgumentParser(prog="sample.py", usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                                      description="Streams text from a model: sample.py [--name=value ...]")
     parser.add_argument("--out_dir", default="out", help="folder of the checkpoint, ckpt.pt")
     parser.add_argument("--prompt", default="", help="text to continue, FILE:path, or - for standard input")
@@ -66,7 +67,8 @@ def main(argv=None):
     for _ in range(args.num_samples):
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")     # keeps bytes back until they are whole
         print(prompt, end="", flush=True)
-        for token in model.generate(torch.tensor([ids], device=device), args.max_new_tokens, args.temperature, args.top_k):
+        idx = torch.tensor([ids], device=device)                           # (1, T)
+        for token in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k):
             if token.item() in tokenizer.start:                            # a new document would begin
                 break
             print(text.decode(tokenizer.decode(token[0].tolist())), end="", flush=True)
@@ -82,7 +84,8 @@ if __name__ == "__main__":
         sys.exit(130)
     except OSError as error:            # a full disk, or a reader such as head that has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # what is still in the buffer goes nowhere
-        sys.exit(None if isinstance(error, BrokenPipeError) else f"sample.py: the text could not be printed: {error.strerror}")
+        if not isinstance(error, BrokenPipeError):
+            sys.exit(f"sample.py: the text could not be printed: {error.strerror}")
     except RuntimeError as error:
         if "allocate" not in str(error):
             raise

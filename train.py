@@ -391,7 +391,8 @@ def main(argv=None):
         optimizer.load_state_dict(dict(optimizer.state_dict(), state=checkpoint["optimizer"]))
         scaler.load_state_dict(checkpoint["scaler"])
     if s.compile == "True" or s.compile == "auto" and device.type == "cuda":
-        trouble = compile_blocks(model, *read_windows(train_data, np.arange(s.batch_size), s.block_size, device), autocast)
+        idx, targets = read_windows(train_data, np.arange(s.batch_size), s.block_size, device)
+        trouble = compile_blocks(model, idx, targets, autocast)
         if trouble:
             say(f"compile is left off: {trouble}")
     network = DistributedDataParallel(model) if world > 1 else model
@@ -406,7 +407,8 @@ def main(argv=None):
 
     def batches_of(step):
         """This process's micro-batches of a step; all processes together read the same windows, however many."""
-        positions = np.random.default_rng((s.seed, step)).integers(train_data[1].sum(), size=(s.grad_accum, s.batch_size))
+        rng = np.random.default_rng((s.seed, step))
+        positions = rng.integers(train_data[1].sum(), size=(s.grad_accum, s.batch_size))
         return [read_windows(train_data, p, s.block_size, device) for p in positions[rank::world]]
 
     def total(*numbers):
@@ -491,22 +493,23 @@ def main(argv=None):
         loss, stopped = total(loss.item(), len(stopped_by))
         loss, grad_norm = loss / world, grad_norm.item()
         if not math.isfinite(loss) or not math.isfinite(grad_norm) and not scaler.is_enabled():
-            sys.exit(f"train.py: step {step}: loss {loss}, gradient norm {grad_norm} at learning rate {lr:.3g}; the step was "
-                     f"not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in {s.out_dir} stay")
+            sys.exit(f"train.py: step {step}: loss {loss}, gradient norm {grad_norm} at learning rate {lr:.3g}; the step "
+                     f"was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in {s.out_dir} stay")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
         took = time.perf_counter() - step_began
         seconds += took
-        log(step, loss, "" if val_loss is None else val_loss, lr, grad_norm, f"{tokens_per_step / took:.1f}", f"{seconds:.3f}")
+        log(step, loss, "" if val_loss is None else val_loss, lr, grad_norm,
+            f"{tokens_per_step / took:.1f}", f"{seconds:.3f}")
         step += 1
         if step % s.log_interval == 0 or step == first + 1:
             speed = tokens_per_step * (step - shown[0]) / (seconds - shown[1])          # since the last such line
             shown = step, seconds
             left = (seconds - first_seconds) / (step - first) * (s.max_steps - step)
-            say(f"step {step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  {speed:,.0f} tokens/s  "
-                f"{speed * model.flops_per_token() / peak:.0%} of peak  {clock(left)} left")
+            say(f"step {step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  "
+                f"{speed:,.0f} tokens/s  {speed * model.flops_per_token() / peak:.0%} of peak  {clock(left)} left")
 
     if finished:
         say(f"done: python sample.py --out_dir={s.out_dir}")
@@ -532,5 +535,5 @@ if __name__ == "__main__":
     except (RuntimeError, MemoryError) as error:
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
-        sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum), --recompute=True, or a smaller "
-                 "model")
+        sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum), --recompute=True, "
+                 "or a smaller model")
