@@ -595,17 +595,21 @@ def test_older_checkpoints_are_kept_as_asked(folder):
     assert steps == [12, 12, 10, 8]
 
 
-def test_resume_writes_where_it_read(trained, folder):
-    shutil.copytree(trained / "out", folder / "moved")
-    before = (trained / "out" / "ckpt.pt").read_bytes()
-    train_here(folder, "--out_dir=moved", "--resume=True", "--max_steps=14")
-    assert torch.load(folder / "moved" / "ckpt.pt", weights_only=True)["step"] == 14
-    assert not (folder / "out").exists() and (trained / "out" / "ckpt.pt").read_bytes() == before
+def test_resume_writes_where_it_read(folder):
+    train_here(folder, "--out_dir=first", "--max_steps=8")
+    shutil.copytree(folder / "first", folder / "out")                           # its settings still say out_dir=first
+    before = {path.name: path.read_bytes() for path in (folder / "first").iterdir()}
+    train_here(folder, "--resume=True")
+    assert torch.load(folder / "out" / "ckpt.pt", weights_only=True)["step"] == 12
+    assert {path.name: path.read_bytes() for path in (folder / "first").iterdir()} == before
 
 
 @pytest.mark.parametrize("broken", [None, b"", b"PK"])
 def test_a_run_survives_its_latest_checkpoint(trained, folder, broken):
     train_here(folder, "--keep=3", "--max_steps=8")
+    whole = (folder / "out" / "ckpt.pt").read_bytes()
+    (folder / "out" / "ckpt.pt").write_bytes(whole[:-100])
+    assert train.newest_checkpoint(folder / "out")[1]["step"] == 8              # not that of step 4, nor of step 0
     for name in ("ckpt.pt", "ckpt-00000008.pt", "best.pt"):
         path = folder / "out" / name
         path.unlink() if broken is None else path.write_bytes(broken)
@@ -686,7 +690,8 @@ def test_train_refuses(flag, named, folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"tokenizer": "words", "vocab_size": 300}',
-                                  '{"tokenizer": "gpt2", "vocab_size": 256}', '{"tokenizer": "bytes", "vocab_size": "x"}'])
+                                  '{"tokenizer": "gpt2", "vocab_size": 256}', '{"tokenizer": "bytes", "vocab_size": "x"}',
+                                  '{"tokenizer": "bytes", "vocab_size": 1e400}', '{"tokenizer": "bytes", "vocab_size": 256.5}'])
 def test_train_refuses_a_dataset_that_does_not_describe_itself(meta, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     Path("data/pydocs/meta.json").write_text(meta)
