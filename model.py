@@ -19,6 +19,7 @@ import copy
 import math
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,13 +84,22 @@ class GPTConfig:
         return (8 * self.n_unrolled) ** -self.p
 
 
+def rms(x):
+    """Root mean square over the last dimension, kept as one of size 1, and no less than the one eps of this model.
+
+    It keeps a state of zeros from dividing by zero and shows nowhere else; F.rms_norm's default is the dtype's own,
+    0.0078 in bfloat16, which would ruin an embedding of RMS 0.02.
+    """
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.size(-1) ** -0.5).clamp_min_(1e-12)
+
+
 class RMSNorm(torch.autograd.Function):
-    """norm with its gradient written out, r (g - y mean(g y)) for y = r x: without a compiler, half the time."""
+    """x / rms(x) with its gradient written out, (g - y mean(g y)) / rms for y = x / rms: half of autograd's time."""
 
     @staticmethod
     def forward(ctx, x):
-        r = x.size(-1) ** 0.5 / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
-        y = x * r
+        r = rms(x)
+        y = x / r
         ctx.save_for_backward(y, r)
         return y
 
@@ -97,32 +107,52 @@ class RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         y, r = ctx.saved_tensors
-        return torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1) * r
+        return torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1).div_(r)
 
 
 def norm(x):
-    """RMSNorm without gain over the last dimension, x / rms(x), computed and returned in float32 or wider.
+    """RMSNorm without gain over the last dimension, computed and returned in float32 or wider.
 
-    Source: arXiv 1910.07467, eq. 4. The one eps keeps a state of zeros from dividing by zero and shows nowhere else;
-    F.rms_norm's default is the dtype's own, 0.0078 in bfloat16, which would ruin an embedding of RMS 0.02.
+    Source: arXiv 1910.07467, eq. 4.
     """
-    return RMSNorm.apply(x.to(torch.promote_types(x.dtype, torch.float32)))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return RMSNorm.apply(x) if torch.is_grad_enabled() else x / rms(x)
 
 
 def rope_tables(block_size, head_size):
-    """cos and sin of RoPE's angles, each (block_size, 1, hs).
+    """cos (block_size, 1, hs), both halves alike, and sin (block_size, 1, hs/2) of RoPE's angles.
 
     Position t turns the pair (i, i + hs/2) by t · 10000^(-2i/hs). Source: RoFormer, arXiv 2104.09864, section 3.2.2.
     """
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency).unsqueeze(1)  # (block_size, 1, hs/2)
-    cos, sin = angle.cos().float(), angle.sin().float()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return torch.cat((angle, angle), dim=-1).cos().float(), angle.sin().float()
+
+
+class RoPE(torch.autograd.Function):
+    """rotate with its gradient, which is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        cos, sin = ctx.saved_tensors
+        return rotate(g, cos, -sin), None, None
 
 
 def rotate(x, cos, sin):
-    """RoPE on x (B, T, heads, hs): (a, b) -> (a cos - b sin, b cos + a sin), with the signs in sin (T, 1, hs)."""
-    return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin
+    """RoPE on x (B, T, heads, hs): (a, b) -> (a cos - b sin, b cos + a sin)."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return RoPE.apply(x, cos, sin)
+    y = x * cos
+    (a, b), (y_a, y_b) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+    y_a.addcmul_(b, sin, value=-1)
+    y_b.addcmul_(a, sin)
+    return y
 
 
 class Attention(nn.Module):
@@ -140,16 +170,21 @@ class Attention(nn.Module):
         """past: this visit's keys and values (2, B, nh, block_size, hs), and how many tokens stand in them."""
         B, T, d = x.shape
         v = self.v(x).view(B, T, self.n_head, -1)                               # (B, T, nh, hs)
-        qk = rotate(norm(self.qk(x).view(B, T, 2 * self.n_head, -1)), *rope)    # (B, T, 2 nh, hs)
-        q, k = qk.to(v.dtype).transpose(1, 2).chunk(2, dim=1)                   # (B, nh, T, hs) each
-        v, mask = v.transpose(1, 2), None
+        qk = self.qk(x).view(B, T, 2 * self.n_head, -1)                         # (B, T, 2 nh, hs)
+        qk = norm(rotate(qk, *rope))        # a rotation keeps the length, so this is the norm before RoPE
+        if x.device.type != "cpu":
+            qk = qk.to(v.dtype)
+        q, k = qk.transpose(1, 2).chunk(2, dim=1)                               # (B, nh, T, hs) each
+        v, mask = v.transpose(1, 2).to(q.dtype), None
         if past is not None:
             kv, start = past
-            kv[:, :, :, start:start + T] = torch.stack((k, v))
-            k, v = kv[:, :, :, :start + T]                                      # (B, nh, start + T, hs) each
+            kv.narrow(3, start, T).copy_(torch.stack((k, v)))
+            k, v = kv.narrow(3, 0, start + T).unbind()                          # (B, nh, start + T, hs) each
             if T > 1:
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=x.device).tril(start)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None)
+        # a CPU's attention in bfloat16 is slow to go back through, up to four times, so that it stays in float32
+        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None)
         return self.out(y.transpose(1, 2).reshape(B, T, d))
 
 

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -403,7 +404,7 @@ def test_recomputed_visits_give_the_same_gradients(scaling):
 # ---- training ---------------------------------------------------------------------------------------------------
 
 SMALL = ("--n_embd=32 --n_head=2 --block_size=32 --batch_size=4 --grad_accum=1 --max_steps=12 --warmup_steps=4 --eval_interval=4 "
-         "--eval_windows=10 --log_interval=1 --learning_rate=1e-2").split()
+         "--eval_windows=10 --log_interval=1 --learning_rate=1e-2 --dtype=float32").split()
 
 
 def start(program, *flags, cwd, **more):
@@ -564,6 +565,22 @@ def test_batches_do_not_depend_on_the_number_of_processes(trained, folder):
             assert [float(x) for x in row if x] == pytest.approx([float(x) for x in expected if x], rel=1e-5)
 
 
+def test_when_one_process_dies_the_other_stops_and_the_checkpoint_is_whole(folder):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    flags = [*SMALL, "--grad_accum=2", "--max_steps=100000", "--eval_interval=2"]
+    both = [start("train.py", *flags, cwd=folder, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
+                  MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in (0, 1)]
+    wait_for(both[0], "step      5/")
+    both[1].kill()
+    err = both[0].communicate(timeout=60)[1]
+    both[1].communicate()
+    complaints = [line for line in err.splitlines() if line.startswith("train.py: ")]
+    assert both[0].returncode == 1 and len(complaints) == 1 and "another process" in complaints[0] and "Traceback" not in err
+    saved = load_checkpoint(folder / "out" / "ckpt.pt")[1]
+    assert saved["step"] >= 4
+
+
 def test_a_step_that_is_not_finite_is_not_taken(folder):
     process = start("train.py", *SMALL, "--learning_rate=1e38", "--max_steps=40", "--warmup_steps=30", "--eval_interval=1",
                     cwd=folder)
@@ -617,6 +634,36 @@ def test_a_run_survives_its_latest_checkpoint(trained, folder, broken):
     assert same_run(trained / "out", folder / "out")
     steps = {name: torch.load(folder / "out" / name, weights_only=True)["step"] for name in ("ckpt-00000004.pt", "best.pt")}
     assert steps == {"ckpt-00000004.pt": 4, "best.pt": 12}
+
+
+def test_what_an_evaluation_measures(trained, folder):
+    """kappa of the weights at that step over the step's batch, and how far the step then moves the final hidden state."""
+    train_here(folder, "--log_alignment=True", "--eval_interval=1", "--keep=12")
+    assert [row[1] for row in log_of(folder / "out")] == [row[1] for row in log_of(trained / "out")]    # the run is the same
+    with open(folder / "out" / "log.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    data = np.fromfile(folder / "data" / "pydocs" / "train_000.bin", np.uint16)[512:]
+    for step in (0, 5, 11):
+        starts = np.random.default_rng((1, step)).integers(len(data) - 32, size=(1, 4))[0]
+        idx, targets = (torch.tensor(np.stack([data[s + i:s + i + 32] for s in starts]).astype(np.int64)) for i in (0, 1))
+        gpt, after = (load_checkpoint(folder / "out" / f"ckpt-{s:08d}.pt")[0] for s in (step, step + 1))
+        kappa = gpt.visit_alignment(idx, targets)
+        assert [float(x) for x in rows[step]["kappa"].split()] == pytest.approx(kappa.flatten().tolist(), abs=1e-3)
+        assert float(rows[step]["alignment"]) == pytest.approx(kappa.max().item() / 4, rel=1e-4)
+        with torch.no_grad():
+            F0, F1 = (m.double().hidden(idx).float() for m in (gpt, after))
+        assert float(rows[step]["hidden_change"]) == pytest.approx(((F1 - F0).norm() / F0.norm()).item(), rel=1e-3)
+    assert rows[12]["hidden_change"] == "" and 0 < float(rows[12]["alignment"]) <= 1
+
+
+def test_the_plan_of_the_papers_runs_needs_no_data(tmp_path):
+    for preset, n_loop, params, (K, d, h) in (("small", 3, 124e6, (12, 768, 2048)), ("medium", 7, 353e6, (24, 1024, 2752))):
+        out = run("train.py", f"--preset={preset}", f"--n_loop={n_loop}", "--dry_run=True", cwd=tmp_path)[0]
+        assert int(re.search(r"([\d,]+) parameters", out)[1].replace(",", "")) == pytest.approx(params, rel=0.01)
+        assert "100,000 steps of 491,520 tokens, 49,152,000,000 tokens" in out
+        per_token = 6 * (n_loop * K * (4 * d * d + 3 * d * h + 2 * d * 1024) + 50304 * d)
+        assert float(re.search(r"(\S+) FLOPs", out)[1]) == pytest.approx(49.152e9 * per_token, rel=0.005)
+    assert not any(tmp_path.iterdir())
 
 
 def test_nobody_reading_does_not_stop_a_run(trained, folder):

@@ -68,10 +68,12 @@ class Settings:
     eval_interval: int = flag(200, "steps between evaluations, each with a checkpoint", least=1)
     eval_windows: int = flag(256, "validation sequences, evenly spaced and the same each time", least=1)
     log_interval: int = flag(20, "steps between progress lines", least=1)
+    log_alignment: bool = flag(False, "at each evaluation, measure the visit alignment kappa")
+    dry_run: bool = flag(False, "print what the run would be, and stop")
     keep: int = flag(0, "older checkpoints to keep beside the latest", least=0)
     # machine
     device: str = flag("auto", "auto takes CUDA, else MPS, else the CPU", choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = flag("auto", "of the matrix products; auto takes bfloat16 on GPUs that have it",
+    dtype: str = flag("auto", "of the matrix products; auto takes bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
     compile: str = flag("auto", "torch.compile for each block; auto on CUDA only", choices=("auto", "True", "False"))
     recompute: bool = flag(False, "recompute each visit in the backward pass: memory hardly grows with n_loop")
@@ -250,7 +252,9 @@ def set_aside(out_dir):
         print(f"the run that {out_dir} held is now in {folder}")
 
 
-LOG_COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "seconds")
+# the last three at evaluations: ‖ΔF‖/‖F‖ of the step, kappa_R/R, and kappa of each block's attention and MLP in turn
+LOG_COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "seconds", "hidden_change",
+               "alignment", "kappa")
 
 
 def open_log(out_dir, step):
@@ -275,21 +279,6 @@ def learning_rate_at(step, s):
     return s.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def pick_dtype(name, device):
-    """The dtype of the matrix products on device; raises ValueError for what it lacks."""
-    if name == "float16" and device.type != "cuda":
-        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or bfloat16")
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0) else torch.float32
-    return getattr(torch, name)
-
-
-def clock(seconds):
-    """Seconds as h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
 def matmul_peak(device, dtype):
     """FLOP/s of this device in a plain matrix product of dtype, measured for about half a second."""
     n = 1024 if device.type == "cpu" else 8192
@@ -300,6 +289,49 @@ def matmul_peak(device, dtype):
         (a @ a)[0, 0].item()        # .item() waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * n ** 3 / best
+
+
+def pick_dtype(name, device):
+    """The name of the dtype of the matrix products on device; raises ValueError for what it lacks.
+
+    auto is bfloat16 where the hardware multiplies it: on GPUs from Ampere on, and on CPUs with matrix units (AMX), which
+    are far more than twice as fast with it as with float32; CPUs without are at most about twice.
+    """
+    if name == "float16" and device.type != "cuda":
+        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or bfloat16")
+    if name != "auto":
+        return name
+    fast = (device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0) or
+            device.type == "cpu" and matmul_peak(device, torch.bfloat16) > 3 * matmul_peak(device, torch.float32))
+    return "bfloat16" if fast else "float32"
+
+
+def describe(model):
+    """The model in one line."""
+    c = model.config
+    return (f"{c.scaling}: K={c.n_layer} blocks, R={c.n_loop} rounds, N={c.n_unrolled} visits, alpha={c.alpha:.4g}, "
+            f"beta={c.beta:.4g}; {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP per token")
+
+
+def print_plan(s):
+    """What the run of these settings would be; needs no data: without any, the vocabulary is the dataset's usual one."""
+    try:
+        vocab_size = load_meta(s.dataset)[1]
+    except ValueError:
+        vocab_size = 256 if s.dataset == "pydocs" else 50304
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size, **{name: getattr(s, name) for name in MODEL_FLAGS}))
+    per_step = s.batch_size * s.grad_accum * s.block_size
+    tokens = per_step * s.max_steps
+    print(describe(model))
+    print(f"{s.dataset}: {s.max_steps:,} steps of {per_step:,} tokens, {tokens:,} tokens, "
+          f"{tokens * model.flops_per_token():.3g} FLOPs; checkpoints of {12 * model.num_params() / 1e6:,.0f} MB")
+
+
+def clock(seconds):
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def compile_blocks(model, idx, targets, autocast):
@@ -325,14 +357,20 @@ def main(argv=None):
     rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
                                (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))     # torchrun sets them
     s, model, checkpoint = configure(argv)
+    if s.dry_run:
+        return print_plan(s)
     state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0)
     try:
         device = pick_device(s.device, local_rank)
-        dtype = pick_dtype(s.dtype, device)
+        s.dtype = pick_dtype(s.dtype, device)               # from here on a choice, which a resumed run keeps
         if s.grad_accum % world:
             raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {world} processes")
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            choice = [s.dtype]
+            dist.broadcast_object_list(choice)              # measured by each, and the first one's for all
+            s.dtype = choice[0]
+        dtype = getattr(torch, s.dtype)
         if rank == 0 and s.dataset == "pydocs" and not os.path.exists(os.path.join("data", "pydocs", "meta.json")):
             prepare_pydocs()
         if world > 1:
@@ -375,9 +413,9 @@ def main(argv=None):
             except OSError:     # a closed pipe or a full disk behind it: the run goes on without
                 sys.stdout = open(os.devnull, "w")
 
-    def log(*row):
+    def log(**row):
         if rank == 0:
-            csv.writer(log_file, lineterminator="\n").writerow(row)
+            csv.DictWriter(log_file, LOG_COLUMNS, lineterminator="\n").writerow(row)
             log_file.flush()
 
     # the model, its optimizer, and where the run stands
@@ -399,10 +437,8 @@ def main(argv=None):
 
     tokens_per_step = s.batch_size * s.grad_accum * s.block_size
     peak = world * matmul_peak(device, dtype)
-    c = model.config
-    say(f"{c.scaling}: K={c.n_layer} blocks, R={c.n_loop} rounds, N={c.n_unrolled} visits, alpha={c.alpha:.4g}, "
-        f"beta={c.beta:.4g}; {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP per token")
-    say(f"{s.dataset}: {tokens_per_step:,} tokens per step on {world} x {device.type} in {str(dtype)[6:]}, "
+    say(describe(model))
+    say(f"{s.dataset}: {tokens_per_step:,} tokens per step on {world} x {device.type} in {s.dtype}, "
         f"matrix products at {peak / 1e9:,.0f} GFLOP/s; steps {step} to {s.max_steps}")
 
     def batches_of(step):
@@ -438,7 +474,7 @@ def main(argv=None):
         if rank == 0:
             os.fsync(log_file.fileno())
             state = dict(step=step, model=model.state_dict(), optimizer=optimizer.state_dict()["state"],
-                         scaler=scaler.state_dict(), config=asdict(c), settings=asdict(s), tokenizer=tokenizer,
+                         scaler=scaler.state_dict(), config=asdict(model.config), settings=asdict(s), tokenizer=tokenizer,
                          best_val_loss=best_val_loss, seconds=seconds)
             try:
                 save(state, s.out_dir, best, s.keep)
@@ -460,7 +496,7 @@ def main(argv=None):
     batches = batches_of(step)
     finished = stopped = False
     while not stopped:
-        val_loss = None
+        measured = {}       # what an evaluation adds to the row
         if step % s.eval_interval == 0 or step == s.max_steps:
             val_loss = evaluate()
             if val_loss is None:
@@ -468,12 +504,23 @@ def main(argv=None):
             best = val_loss < best_val_loss
             if best:
                 best_val_loss = val_loss
-            say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token" + "  (best so far)" * best)
+            measured = dict(val_loss=val_loss)
+            if s.log_alignment and rank == 0:
+                kappa = model.visit_alignment(*batches[0]).flatten()            # (2 K,)
+                measured["alignment"] = kappa.max().item() / model.n_loop
+                measured["kappa"] = " ".join(f"{x:.4f}" for x in kappa.tolist())
+            say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token" + "  (best so far)" * best +
+                (f"  kappa_R/R {measured['alignment']:.3f}" if "alignment" in measured else ""))
             save_checkpoint(best)
         if step == s.max_steps:
-            log(step, "", val_loss, "", "", "", f"{seconds:.3f}")
+            log(step=step, seconds=f"{seconds:.3f}", **measured)
             finished = True
             break
+
+        if measured and rank == 0:
+            with torch.no_grad():
+                probe = batches[0][0]
+                before = model.hidden(probe)                                    # (B, T, d), float32
 
         step_began = time.perf_counter()
         lr = learning_rate_at(step, s)
@@ -501,8 +548,11 @@ def main(argv=None):
 
         took = time.perf_counter() - step_began
         seconds += took
-        log(step, loss, "" if val_loss is None else val_loss, lr, grad_norm,
-            f"{tokens_per_step / took:.1f}", f"{seconds:.3f}")
+        if measured and rank == 0:
+            with torch.no_grad():
+                measured["hidden_change"] = ((model.hidden(probe) - before).norm() / before.norm()).item()
+        log(step=step, train_loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=f"{tokens_per_step / took:.1f}",
+            seconds=f"{seconds:.3f}", **measured)
         step += 1
         if step % s.log_interval == 0 or step == first + 1:
             speed = tokens_per_step * (step - shown[0]) / (seconds - shown[1])          # since the last such line
@@ -533,6 +583,8 @@ if __name__ == "__main__":
     except OSError as error:        # the log's disk is full, a shard's disk is gone
         sys.exit(f"train.py: {error}")
     except (RuntimeError, MemoryError) as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            sys.exit("train.py: another process of this run ended, and this one with it; go on with --resume=auto")
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
         sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum), --recompute=True, "
