@@ -455,15 +455,15 @@ def main():
     """Prints what the exponent does to one step from initialization, as the rounds grow."""
     idx, targets = torch.randint(256, (2, 4, 64), generator=torch.Generator().manual_seed(0))
     print("K = 2 blocks, d = 64, synthetic tokens; ‖ΔF‖/‖F‖: final hidden state, one SGD step of 0.1")
-    print(f"{'scaling':10}{'R':>4}{'alpha':>9}{'beta':>9}{'kappa_R/R':>11}{'‖ΔF‖/‖F‖':>11}")
-    for scaling in EXPONENT:
-        for n_loop in (1, 2, 4, 8, 16, 32):
+    print(f"{'p':5}{'R':>4}{'alpha':>9}{'beta':>9}{'kappa_R/R':>11}{'‖ΔF‖/‖F‖':>11}")
+    for exponent in (1 / 4, 3 / 8, 1 / 2):      # DeepNorm's, one between, DeepLoop's
+        for n_loop in (1, 2, 4, 8, 16, 32, 64):
             torch.manual_seed(0)
-            model = GPT(GPTConfig(block_size=64, n_loop=n_loop, n_embd=64, scaling=scaling))
+            model = GPT(GPTConfig(block_size=64, n_loop=n_loop, n_embd=64, exponent=exponent))
             kappa = model.visit_alignment(idx, targets).max().item()
             change = sgd_step_change(model, idx, targets)
-            print(f"{scaling:10}{n_loop:4}{model.config.alpha:9.3f}{model.config.beta:9.4f}"
-                  f"{kappa / n_loop:11.3f}{change:11.2e}")
+            print(f"{exponent:<5}{n_loop:4}{model.config.alpha:9.3f}{model.config.beta:9.4f}"
+                  f"{kappa / n_loop:11.3f}{change:11.2e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -666,6 +666,32 @@ def test_the_plan_of_the_papers_runs_needs_no_data(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_auto_takes_bfloat16_where_it_is_fast_and_a_resumed_run_stays_with_it(folder, monkeypatch):
+    peaks = {torch.float32: 1e11, torch.bfloat16: 4e11}
+    monkeypatch.setattr(train, "matmul_peak", lambda device, dtype: peaks[dtype])
+
+    def dtype_of(*flags):
+        train_here(folder, "--dtype=auto", *flags)
+        return torch.load(folder / "out" / "ckpt.pt", weights_only=True)["settings"]["dtype"]
+    assert dtype_of("--max_steps=4") == "bfloat16"
+    peaks[torch.bfloat16] = 2e11
+    assert dtype_of("--resume=True", "--max_steps=5") == "bfloat16"
+    assert dtype_of("--max_steps=4") == "float32"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
+def test_two_runs_do_not_share_a_folder(trained, folder):
+    first = start("train.py", *SMALL, "--max_steps=100000", cwd=folder)
+    wait_for(first, "step      1/")
+    with pytest.raises(SystemExit, match="another run is writing to out_dir=out"):
+        train_here(folder)
+    first.kill()
+    first.communicate()
+    train_here(folder)                                                          # the dead hold nothing
+    assert same_run(trained / "out", folder / "out")
+    assert torch.load(folder / "out" / "previous-1" / "ckpt.pt", weights_only=True)["settings"]["max_steps"] == 100000
+
+
 def test_nobody_reading_does_not_stop_a_run(trained, folder):
     process = start("train.py", *SMALL, cwd=folder)
     process.stdout.close()

@@ -27,6 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+try:
+    import fcntl
+except ImportError:     # Windows
+    fcntl = None
+
 from model import GPT, GPTConfig, load_checkpoint, pick_device
 from prepare import prepare_pydocs, read_shard, whole_file
 
@@ -239,6 +244,23 @@ def newest_checkpoint(out_dir):
     return max(whole, key=lambda found: found[1]["step"], default=None)
 
 
+def lock(out_dir):
+    """An open file that keeps other runs out of out_dir for as long as this process holds it, or None on Windows.
+
+    Raises ValueError if another run is there. The system drops the lock with the process, however that ends.
+    """
+    if fcntl is None:
+        return None
+    file = open(os.path.join(out_dir, ".lock"), "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run is writing to out_dir={out_dir}; let it end, or choose another") from None
+    except OSError:         # a file system without locks
+        pass
+    return file
+
+
 def set_aside(out_dir):
     """Moves an earlier run's files into out_dir/previous-<n>: a fresh run overwrites nothing."""
     files = checkpoints(out_dir)
@@ -391,6 +413,7 @@ def main(argv=None):
                 os.makedirs(s.out_dir, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"out_dir={s.out_dir} cannot be made ({error.strerror}); choose another") from None
+            held = lock(s.out_dir)      # to the end of this function
             for name in ("ckpt.pt", "best.pt", "log.csv"):
                 if os.path.isdir(os.path.join(s.out_dir, name)):
                     raise ValueError(f"{s.out_dir}/{name} is a folder, where a file of the run belongs; move it away")
@@ -428,6 +451,8 @@ def main(argv=None):
     if checkpoint is not None:      # its moments; learning rate and weight decay are the settings'
         optimizer.load_state_dict(dict(optimizer.state_dict(), state=checkpoint["optimizer"]))
         scaler.load_state_dict(checkpoint["scaler"])
+    if not optimizer.defaults["fused"]:
+        say(f"fused AdamW is left off: {device.type} has none")
     if s.compile == "True" or s.compile == "auto" and device.type == "cuda":
         idx, targets = read_windows(train_data, np.arange(s.batch_size), s.block_size, device)
         trouble = compile_blocks(model, idx, targets, autocast)
