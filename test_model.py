@@ -419,12 +419,12 @@ def run(program, *flags, cwd, **more):
     return out, err
 
 
-def train_here(folder, *flags):
+def train_here(folder, *flags, small=SMALL):
     """A run of train.py in this process, for tests that do not need one of its own."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.chdir(folder)
-        train.main([*SMALL, *flags])
+        train.main([*small, *flags])
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return out.getvalue()
@@ -660,6 +660,7 @@ def test_the_plan_of_the_papers_runs_needs_no_data(tmp_path):
     for preset, n_loop, params, (K, d, h) in (("small", 3, 124e6, (12, 768, 2048)), ("medium", 7, 353e6, (24, 1024, 2752))):
         out = run("train.py", f"--preset={preset}", f"--n_loop={n_loop}", "--dry_run=True", cwd=tmp_path)[0]
         assert int(re.search(r"([\d,]+) parameters", out)[1].replace(",", "")) == pytest.approx(params, rel=0.01)
+        assert int(re.search(r"checkpoints of ([\d,]+) MB", out)[1].replace(",", "")) == pytest.approx(params * 12 / 1e6, rel=0.01)
         assert "100,000 steps of 491,520 tokens, 49,152,000,000 tokens" in out
         per_token = 6 * (n_loop * K * (4 * d * d + 3 * d * h + 2 * d * 1024) + 50304 * d)
         assert float(re.search(r"(\S+) FLOPs", out)[1]) == pytest.approx(49.152e9 * per_token, rel=0.005)
@@ -671,7 +672,7 @@ def test_auto_takes_bfloat16_where_it_is_fast_and_a_resumed_run_stays_with_it(fo
     monkeypatch.setattr(train, "matmul_peak", lambda device, dtype: peaks[dtype])
 
     def dtype_of(*flags):
-        train_here(folder, "--dtype=auto", *flags)
+        train_here(folder, *flags, small=[flag for flag in SMALL if "dtype" not in flag])
         return torch.load(folder / "out" / "ckpt.pt", weights_only=True)["settings"]["dtype"]
     assert dtype_of("--max_steps=4") == "bfloat16"
     peaks[torch.bfloat16] = 2e11
