@@ -812,6 +812,7 @@ def prepare_tasks():
                      count, read_page)
 
     pages = {(task, split): page_urls(task, split, [0]) for task in missing for split in (TASKS[task][3], "train")}
+    remote_size(next(iter(pages[missing[0], "train"].values())), 0)  # no server: known before anything is made
     raw.mkdir(parents=True, exist_ok=True)
     (folder / "meta.json").unlink(missing_ok=True)
     fetch(pages, lambda nbytes: None)  # each split's first page tells how many there are

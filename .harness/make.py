@@ -76,11 +76,12 @@ ROWS = {
     "arc_easy": ([arc(5), arc(2, "1234"), arc(0)], [arc(n, "1234") for n in range(3)]),
     "hellaswag": ([hellaswag(0), hellaswag(1, "How to bake [title] Mix it."), hellaswag(2)],
                   [hellaswag(0), hellaswag(3), hellaswag(4)]),
-    "openbookqa": ([openbookqa(0), openbookqa(1, " D"), openbookqa(2)], [openbookqa(3), openbookqa(4)]),
-    "piqa": ([piqa(0)] * 4 + [piqa(1)], [piqa(0), piqa(0), piqa(0), piqa(1), piqa(3, 0)]),
+    "openbookqa": ([openbookqa(0), openbookqa(1, " D"), openbookqa(2), {**openbookqa(3), "question_stem": ""}],
+                   [openbookqa(3), openbookqa(4)]),
+    "piqa": ([piqa(0)] * 6 + [piqa(1)], [piqa(0)] * 5 + [piqa(n) for n in range(1, 5)]),
     "sciq": ([sciq(0), sciq(1, ""), sciq(2, "Short.")], [sciq(n, "It is known.") for n in range(3, 7)]),
     "social_iqa": ([social_iqa(0), social_iqa(1), social_iqa(2)], [social_iqa(n) for n in range(2, 5)]),
-    "winogrande": ([winogrande(0), winogrande(1, "_ was late, so {} and I left."), winogrande(2, "I ate {} _, then left .")],
+    "winogrande": ([winogrande(0), winogrande(1, "_ was late, so {} and I left."), winogrande(2, "I saw {} _, and left .")],
                    [winogrande(n) for n in range(2, 5)]),
 }
 
