@@ -857,7 +857,8 @@ def parse_subsets(text):
 def parse_args(argv):
     parser = argparse.ArgumentParser("prepare.py", argparse.SUPPRESS, __doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="pydocs", help="pydocs, openwebtext, fineweb_edu, tasks, or a name for --input")
+    parser.add_argument("--dataset", default="pydocs",
+                        help="pydocs, openwebtext, fineweb_edu, tasks, or a name for --input")
     parser.add_argument("--input", nargs="+", metavar="PATH", help="UTF-8 text: files, and folders read to the bottom")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"),
                         help="of pydocs and --input, default bytes; the corpora are gpt2, and tasks stay text")

@@ -442,7 +442,7 @@ def report(tasks, rows, s, tokenizer, say):
         say(f"{name:16}{n:9,}  {accuracy:.4f} ± {error:.4f}")
     full = sum(n == s.block_size for questions in tasks.values() for answers, _ in questions for _, n in answers)
     if full:
-        say(f"{full:,} choices fill block_size={s.block_size} alone: their contexts, and what they have more, are cut off")
+        say(f"{full:,} choices fill block_size={s.block_size} alone; context, and what they have more, are cut off")
     if tokenizer == "bytes":
         say("this model reads bytes: these numbers compare with nothing published")
 
@@ -678,9 +678,9 @@ def main(argv=None):
         if tasks:
             scores = score_tasks(tasks, model, s.batch_size * s.block_size, device, autocast, rank, world, say)
             rows = accuracies(tasks, total(*scores))
+            report(tasks, rows, s, tokenizer, say)
             if rank == 0:
                 write_eval(s.out_dir, [(*row, s.num_fewshot, step, val_loss) for row in rows])
-            report(tasks, rows, s, tokenizer, say)
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()

@@ -40,7 +40,8 @@ def arc(n, keys="ABCD"):
 
 def hellaswag(n, title=""):
     return {"ind": n, "activity_label": "Baking [step] bread", "ctx_a": f"{title}A man kneads  dough {n} times.",
-            "ctx_b": "then HE" if n % 2 else "", "ctx": "", "split": "val", "split_type": "indomain", "source_id": f"{n}",
+            "ctx_b": "then HE" if n % 2 else "", "ctx": "", "source_id": f"{n}",
+            "split": "val", "split_type": "indomain",
             "endings": [" puts it in the oven [substeps] and waits.", "sings  to it.", "eats it [title] It is bad.",
                         f"throws {n} loaves."], "label": str(n % 4)}
 
@@ -81,7 +82,8 @@ ROWS = {
     "piqa": ([piqa(0)] * 6 + [piqa(1)], [piqa(0)] * 5 + [piqa(n) for n in range(1, 5)]),
     "sciq": ([sciq(0), sciq(1, ""), sciq(2, "Short.")], [sciq(n, "It is known.") for n in range(3, 7)]),
     "social_iqa": ([social_iqa(0), social_iqa(1), social_iqa(2)], [social_iqa(n) for n in range(2, 5)]),
-    "winogrande": ([winogrande(0), winogrande(1, "_ was late, so {} and I left."), winogrande(2, "I saw {} _, and left .")],
+    "winogrande": ([winogrande(0), winogrande(1, "_ was late, so {} and I left."),
+                    winogrande(2, "I saw {} _, and left .")],
                    [winogrande(n) for n in range(2, 5)]),
 }
 
