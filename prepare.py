@@ -4,6 +4,7 @@
     python prepare.py --dataset=NAME --input FILE_OR_FOLDER ...  your own UTF-8 text
     python prepare.py --dataset=openwebtext --subsets=0-2        OpenWebText, 21 archives, or some of them
     python prepare.py --dataset=fineweb_edu --shards=10          FineWeb-Edu, already tokenized
+    python prepare.py --dataset=tasks                            the questions of eight downstream tasks
 
 A shard (llm.c's format) is 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 `*train*.bin` and `*val*.bin` are the two splits. meta.json describes a dataset and is written last: a folder without
@@ -13,6 +14,11 @@ Every file is written or downloaded under NAME.part, and renamed when it is whol
 in progress.json, which gets the name meta.json when all that was asked for is there. Asking for more later gives it
 the first name back, until that is there too. OpenWebText's shards are made archive by archive and named after it
 (openwebtext_train_05_000.bin), so their bytes depend neither on the order nor on the choice of archives.
+
+data/tasks/<task>.jsonl holds one question a line, as lm-evaluation-harness would put it to a model:
+    {"context": text, "choices": [text, ...], "label": which choice is right, "example": text}
+A choice follows its context as it is, the space between them included. Where each choice has a context of its own
+(WinoGrande), "context" is a list. "example" is a solved question that stands before the context in a 1-shot prompt.
 """
 
 import argparse
@@ -24,6 +30,7 @@ import io
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import signal
@@ -51,6 +58,7 @@ TIMEOUT = 30  # seconds without a byte
 RETRIES, ATTEMPTS = 8, 6  # of a request, and of a body that breaks off without having come further
 BACKOFF = 1.0  # seconds, doubled each time
 AT_ONCE = 4  # downloads of small files
+PAGE_ROWS = 100  # that the rows service gives at once, at most
 
 
 # -- shards and tokenizers: what train.py and sample.py import -----------------------------------------------
@@ -443,6 +451,28 @@ def download(url, path, advance, check=lambda part: None):
     raise OSError(f"{url} broke off {ATTEMPTS} times after {best} bytes; the same command goes on where this stopped")
 
 
+def download_all(urls, count, check):
+    """Download urls, {path: url}, a few at a time. count and check as in download, whose exceptions end it all."""
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+    pool, stop = ThreadPoolExecutor(AT_ONCE), threading.Event()
+
+    def advance(nbytes):
+        if stop.is_set():
+            raise OSError("stopped")
+        count(nbytes)
+
+    try:
+        waiting = {pool.submit(download, url, path, advance, check) for path, url in urls.items()}
+        while waiting:
+            done, waiting = wait(waiting, timeout=1, return_when=FIRST_EXCEPTION)  # on Windows Ctrl-C comes between
+            for job in done:
+                job.result()
+    except BaseException as error:
+        stop.set()
+        pool.shutdown(wait=not isinstance(error, KeyboardInterrupt), cancel_futures=True)
+        raise
+
+
 # -- OpenWebText ---------------------------------------------------------------------------------------------
 
 def tar_files(file):
@@ -608,7 +638,7 @@ def bytes_there(path):
 
 def prepare_fineweb_edu(shards):
     """Bring data/fineweb_edu/ to the validation shard and the first `shards` training shards."""
-    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+    from concurrent.futures import ThreadPoolExecutor
     folder = DATA / "fineweb_edu"
     source = {"tokenizer": "gpt2", "vocab_size": 50304, "source": FINEWEB_EDU[0], "revision": FINEWEB_EDU[1]}
     meta, finished = read_meta(folder, **source)
@@ -619,8 +649,7 @@ def prepare_fineweb_edu(shards):
     shards = max(shards, meta.get("shards", 0))
     names = ["edu_fineweb_val_000000.bin"] + [f"edu_fineweb_train_{i + 1:06d}.bin" for i in range(shards)]
     paths = {folder / name: hub_url(FINEWEB_EDU, name) for name in names if not (folder / name).exists()}
-    pool = ThreadPoolExecutor(AT_ONCE)
-    total = sum(pool.map(lambda url: remote_size(url, FINEWEB_EDU_BYTES), paths.values()))
+    total = sum(ThreadPoolExecutor(AT_ONCE).map(lambda url: remote_size(url, FINEWEB_EDU_BYTES), paths.values()))
     there = sum(bytes_there(path) for path in paths)
     announce(folder, total - there, total - there)
     if finished:
@@ -629,29 +658,186 @@ def prepare_fineweb_edu(shards):
         if shard.name.removesuffix(".part") not in names:
             shard.unlink()
 
-    count, stop = meter(str(folder), total, there), threading.Event()
-
-    def advance(nbytes):
-        if stop.is_set():
-            raise OSError("stopped")
-        count(nbytes)
-
-    try:
-        waiting = {pool.submit(download, url, path, advance, read_shard) for path, url in paths.items()}
-        while waiting:
-            done, waiting = wait(waiting, timeout=1, return_when=FIRST_EXCEPTION)  # on Windows Ctrl-C comes between
-            for job in done:
-                job.result()
-    except BaseException as error:
-        stop.set()
-        pool.shutdown(wait=not isinstance(error, KeyboardInterrupt), cancel_futures=True)
-        raise
+    download_all(paths, meter(str(folder), total, there), read_shard)
     lengths = {name: len(read_shard(folder / name)) for name in names}
     meta = {**source, "tokens": {split: sum(n for name, n in lengths.items() if split in name)
                                  for split in ("train", "val")}, "shards": shards}
     write_meta(folder / "progress.json", meta)
     os.replace(folder / "progress.json", folder / "meta.json")
     say(summary(folder, meta))
+
+
+# -- downstream tasks ----------------------------------------------------------------------------------------
+# The templates of lm-evaluation-harness 0.4.13. Each takes a row of the source and gives the context, or a list of one
+# for each choice; the choices; and the right one's index. Strings are joined by +, which fails where a cell is missing.
+
+def arc(row):
+    """tasks/arc/arc_easy.yaml, arc_challenge.yaml, version 1.0. The labels are A to D in most rows, 1 to 4 in some."""
+    choices = row["choices"]
+    return "Question: " + row["question"] + "\nAnswer:", choices["text"], choices["label"].index(row["answerKey"])
+
+
+def hellaswag(row):
+    """tasks/hellaswag/hellaswag.yaml and utils.py, version 1.0. Brackets are what WikiHow's layout left in the text."""
+    def clean(text):
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+    context = row["activity_label"] + ": " + row["ctx_a"] + " " + row["ctx_b"].capitalize()
+    return clean(context), [clean(ending) for ending in row["endings"]], int(row["label"])
+
+
+def openbookqa(row):
+    """tasks/openbookqa/openbookqa.yaml, version 1.0"""
+    choices = row["choices"]
+    return row["question_stem"], choices["text"], choices["label"].index(row["answerKey"].lstrip())
+
+
+def piqa(row):
+    """tasks/piqa/piqa.yaml, version 1.0"""
+    return "Question: " + row["goal"] + "\nAnswer:", [row["sol1"], row["sol2"]], row["label"]
+
+
+def sciq(row):
+    """tasks/sciq/sciq.yaml, version 1.0. The right answer always comes last."""
+    context = row["support"].lstrip() + "\nQuestion: " + row["question"] + "\nAnswer:"
+    return context, [row[name] for name in ("distractor1", "distractor2", "distractor3", "correct_answer")], 3
+
+
+def social_iqa(row):
+    """tasks/siqa/siqa.yaml, version 0.0"""
+    context = "Q: " + row["context"] + " " + row["question"] + "\nA:"
+    return context, [row["answerA"], row["answerB"], row["answerC"]], int(row["label"]) - 1
+
+
+def winogrande(row):
+    """tasks/winogrande/default.yaml and preprocess_winogrande.py, version 1.0. The candidates stand in the contexts,
+    and what is scored after each is the same end of the sentence: partial evaluation, arXiv 1806.02847."""
+    before, after = row["sentence"].split("_", 1)
+    return [before + row["option1"], before + row["option2"]], [after.strip()] * 2, ("1", "2").index(row["answer"])
+
+
+TASKS = {  # name in the harness: (template, dataset on the hub, its configuration, the split that is evaluated)
+    "arc_challenge": (arc, "allenai/ai2_arc", "ARC-Challenge", "test"),
+    "arc_easy": (arc, "allenai/ai2_arc", "ARC-Easy", "test"),
+    "hellaswag": (hellaswag, "Rowan/hellaswag", "default", "validation"),
+    "openbookqa": (openbookqa, "allenai/openbookqa", "main", "test"),
+    "piqa": (piqa, "baber/piqa", "default", "validation"),
+    "sciq": (sciq, "allenai/sciq", "default", "test"),
+    "social_iqa": (social_iqa, "lighteval/siqa", "default", "validation"),
+    "winogrande": (winogrande, "allenai/winogrande", "winogrande_xl", "validation"),
+}
+
+
+def page_urls(task, split, offsets):
+    """-> {path: url} of the pages of rows that begin at the offsets. Raises ValueError for a bad HF_DATASETS_SERVER."""
+    from urllib.parse import urlencode
+    server = os.environ.get("HF_DATASETS_SERVER") or "https://datasets-server.huggingface.co"
+    if not server.startswith(("http://", "https://")):
+        raise ValueError(f"HF_DATASETS_SERVER={server} is not an address like https://datasets-server.huggingface.co")
+    _, dataset, config, _ = TASKS[task]
+    query = dict(dataset=dataset, config=config, split=split, length=PAGE_ROWS)
+    return {DATA / "tasks" / "raw" / f"{task}-{split}-{offset:06d}.json":
+            f"{server.rstrip('/')}/rows?{urlencode({**query, 'offset': offset}, safe='/')}" for offset in offsets}
+
+
+def read_page(path):
+    """-> (rows of a page, rows in the whole split). Raises ValueError for what is no page or not all of it."""
+    split, offset = re.match(r"(.+)-(\d+)\.json", path.name).groups()
+    source = f"the rows service, asked for {split} from row {int(offset)} on,"
+    try:
+        page = json.loads(path.read_text("utf-8"))
+        rows, total = [dict(entry["row"]) for entry in page["rows"]], page["num_rows_total"]
+        cut = any(entry.get("truncated_cells") for entry in page["rows"])
+        whole = 0 < total and len(rows) == min(PAGE_ROWS, total - int(offset))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{source} sent no page of rows ({type(error).__name__}: {error})") from error
+    if cut:
+        raise ValueError(f"{source} cut long cells short, so its rows cannot be used")
+    if not whole:
+        raise ValueError(f"{source} sent {len(rows)} of {total} rows in all, and {PAGE_ROWS} or the rest were due")
+    return rows, total
+
+
+def pose(task, row):
+    """A row of a task's source -> (a context for each choice, the choices with the space before them, the label).
+    Raises ValueError if it is not such a row or has no label."""
+    try:
+        context, choices, label = TASKS[task][0](row)
+        choices = [" " + choice for choice in choices]
+        contexts = context if isinstance(context, list) else [context] * len(choices)
+        "".join(contexts)  # TypeError for what is not text
+        if type(label) is not int or not 0 <= label < len(choices):
+            raise ValueError(f"label {label!r}")
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        text = json.dumps(row)
+        raise ValueError(f"{TASKS[task][1]} has a row that is malformed or has no label ({type(error).__name__}: "
+                         f"{error}): {text[:200]}{'...' * (len(text) > 200)}") from error
+    return contexts, choices, label
+
+
+def draw_examples(rows, pool, split):
+    """Yield for each row the one of pool that is its solved example, as the harness's ContextSampler draws it: by one
+    generator for the task, and where no test split is evaluated two at a time, of which the first other row counts."""
+    rng = random.Random(1234)
+    for row in rows:
+        drawn = rng.sample(pool, 1) if split == "test" else [other for other in rng.sample(pool, 2) if other != row]
+        yield (drawn or rng.sample([other for other in pool if other != row], 1))[0]
+
+
+def write_task(path, task, rows, pool):
+    """Write rows as the questions of a task, each with one of pool as its example."""
+    with whole_file(path) as file:
+        for row, example in zip(rows, draw_examples(rows, pool, TASKS[task][3])):
+            contexts, choices, label = pose(task, row)
+            solved_contexts, solved_choices, solved = pose(task, example)
+            line = {"context": contexts if len(set(contexts)) > 1 else contexts[0], "choices": choices, "label": label,
+                    "example": solved_contexts[solved] + solved_choices[solved] + "\n\n"}
+            file.write((json.dumps(line) + "\n").encode())
+
+
+def prepare_tasks():
+    """Write data/tasks/<task>.jsonl for each of TASKS, unless it is there.
+
+    All training rows are fetched, since the draws of examples fall on nearly every page of them."""
+    folder, raw = DATA / "tasks", DATA / "tasks" / "raw"
+    paths = {task: folder / f"{task}.jsonl" for task in TASKS}
+    missing = [task for task, path in paths.items() if not path.exists()]
+    if not missing and (folder / "meta.json").exists():
+        return say(f"{folder}: {len(TASKS)} tasks; finished, nothing to do; delete the folder to make it anew")
+
+    if any(folder.glob("*.bin")):
+        raise ValueError(f"{folder} holds a dataset of --input: rename the folder, so that the tasks can have it")
+
+    def fetch(pages, count):
+        download_all({path: url for urls in pages.values() for path, url in urls.items() if not path.exists()},
+                     count, read_page)
+
+    pages = {(task, split): page_urls(task, split, [0]) for task in missing for split in (TASKS[task][3], "train")}
+    remote_size(next(iter(pages[missing[0], "train"].values())), 0)  # no server: known before anything is made
+    raw.mkdir(parents=True, exist_ok=True)
+    (folder / "meta.json").unlink(missing_ok=True)
+    fetch(pages, lambda nbytes: None)  # each split's first page tells how many there are
+    expected = there = 0  # bytes, as if all pages were as long as the first
+    for (task, split), urls in pages.items():
+        (first,) = urls
+        urls.update(page_urls(task, split, range(PAGE_ROWS, read_page(first)[1], PAGE_ROWS)))
+        expected += first.stat().st_size * len(urls)
+        there += sum(bytes_there(path) for path in urls)
+    announce(folder, max(expected - there, 0), max(2 * expected - there, 0))
+    fetch(pages, meter(str(folder), expected, there))
+
+    rows = {}
+    for (task, split), urls in pages.items():
+        read = [read_page(path) for path in urls]
+        rows[task, split] = [row for page, _ in read for row in page]
+        if any(total != len(rows[task, split]) for _, total in read):
+            raise ValueError(f"{TASKS[task][1]} changed while its rows came: delete {raw} and run the command again")
+    for task in missing:
+        write_task(paths[task], task, rows[task, TASKS[task][3]], rows[task, "train"])
+    questions = {task: len(path.read_bytes().splitlines()) for task, path in paths.items()}
+    write_meta(folder / "meta.json", {"harness": "lm-evaluation-harness 0.4.13", "questions": questions})
+    shutil.rmtree(raw)
+    for task, path in paths.items():
+        say(f"{path}: {questions[task]:,} questions")
 
 
 # -- the command line ----------------------------------------------------------------------------------------
@@ -671,17 +857,18 @@ def parse_subsets(text):
 def parse_args(argv):
     parser = argparse.ArgumentParser("prepare.py", argparse.SUPPRESS, __doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="pydocs", help="pydocs, openwebtext, fineweb_edu, or a name for --input")
+    parser.add_argument("--dataset", default="pydocs",
+                        help="pydocs, openwebtext, fineweb_edu, tasks, or a name for --input")
     parser.add_argument("--input", nargs="+", metavar="PATH", help="UTF-8 text: files, and folders read to the bottom")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"),
-                        help="of pydocs and --input, default bytes; the others are gpt2")
+                        help="of pydocs and --input, default bytes; the corpora are gpt2, and tasks stay text")
     parser.add_argument("--workers", type=int, help="openwebtext: processes that tokenize, default one for each core")
     parser.add_argument("--subsets", type=parse_subsets, help="openwebtext: archives, as 5, 0-2 or 0,3; default 0-20")
     parser.add_argument("--keep_raw", choices=("True", "False"), help="openwebtext: keep the archives, default False")
     parser.add_argument("--shards", type=int, help="fineweb_edu: training shards of 100M tokens and 200 MB, default 10")
     args = parser.parse_args(argv)
 
-    known = ("pydocs", "openwebtext", "fineweb_edu")
+    known = ("pydocs", "openwebtext", "fineweb_edu", "tasks")
     if args.input and args.dataset in known:
         parser.error("--input makes a dataset of its own: name it with --dataset=NAME, "
                      f"which cannot be {', '.join(known[:-1])} or {known[-1]}")
@@ -693,8 +880,9 @@ def parse_args(argv):
         dataset = "fineweb_edu" if flag == "shards" else "openwebtext"
         if getattr(args, flag) is not None and args.dataset != dataset:
             parser.error(f"--{flag} belongs to --dataset={dataset}, not to --dataset={args.dataset}")
-    if args.dataset in known[1:] and args.tokenizer == "bytes":
-        parser.error(f"--tokenizer=bytes does not go with --dataset={args.dataset}, which is gpt2")
+    if args.dataset in known[1:] and args.tokenizer not in (None, "gpt2" if args.dataset != "tasks" else None):
+        parser.error(f"--tokenizer={args.tokenizer} does not go with --dataset={args.dataset}, which is "
+                     f"{'text' if args.dataset == 'tasks' else 'gpt2'}")
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers={args.workers} is not at least 1")
     if args.shards is not None and not 1 <= args.shards <= FINEWEB_EDU_SHARDS:
@@ -712,6 +900,8 @@ def main(argv=None):
                                 args.keep_raw == "True")
         elif args.dataset == "fineweb_edu":
             prepare_fineweb_edu(args.shards or 10)
+        elif args.dataset == "tasks":
+            prepare_tasks()
         elif args.input:
             prepare_input(args.dataset, args.input, args.tokenizer or "bytes")
         else:

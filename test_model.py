@@ -3,6 +3,7 @@ import contextlib
 import csv
 import hashlib
 import http.server
+import importlib.util
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ import sys
 import tarfile
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 import numpy as np
@@ -753,14 +755,16 @@ BAD_TRAIN_FLAGS = [
     ("--keep=-1", "keep=-1"), ("--device=tpu", "tpu"), ("--dtype=int8", "int8"), ("--compile=1", "compile"),
     ("--recompute=yes", "recompute"), ("--dataset=nowhere", "python prepare.py --dataset=nowhere"),
     ("--dataset=../..", "dataset=../.. is not the name"), ("--dataset=", "dataset= is not the name"), ("--out_dir=", "out_dir="), ("--resume=True", "no checkpoint"), ("--out_dir=/dev/null/x", "/dev/null/x"),
-    ("--block_size=1000000", "block_size=1000000"),
+    ("--block_size=1000000", "block_size=1000000"), ("--eval_only=yes", "eval_only"), ("--num_fewshot=2", "num_fewshot"),
+    ("--eval_only=True", "add --resume=True"), ("--tasks=all", "--eval_only=True"), ("--num_fewshot=1", "--tasks=all"),
+    ("--eval_only=True --resume=auto", "out holds no checkpoint"),
 ]
 
 
 @pytest.mark.parametrize("flag, named", BAD_TRAIN_FLAGS)
 def test_train_refuses(flag, named, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    assert named in complaint(train.main, [flag], capsys)
+    assert named in complaint(train.main, flag.split(), capsys)
 
 
 @pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"tokenizer": "words", "vocab_size": 300}',
@@ -1165,7 +1169,8 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     "--dataset=openwebtext --subsets=", "--dataset=openwebtext --subsets=21", "--dataset=openwebtext --subsets=2-0",
     "--dataset=openwebtext --subsets=-1", "--dataset=openwebtext --subsets=1-", "--dataset=openwebtext --subsets=1,,2",
     "--dataset=openwebtext --subsets=all", "--dataset=fineweb_edu --shards=0", "--dataset=fineweb_edu --shards=1001",
-    "--dataset=fineweb_edu --shards=many", "--data=pydocs", "extra"])
+    "--dataset=fineweb_edu --shards=many", "--dataset=tasks --input x", "--dataset=tasks --tokenizer=gpt2",
+    "--dataset=tasks --tokenizer=bytes", "--dataset=tasks --shards=1", "--data=pydocs", "extra"])
 def test_bad_flags(args, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
@@ -1190,7 +1195,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self):
-        hub, path = self.server, self.path.partition("?")[0]
+        hub, (path, _, query) = self.server, self.path.partition("?")
+        if path == "/rows":
+            path = page_of(hub.files, **dict(urllib.parse.parse_qsl(query)))
         plan = hub.plan.get(path.rpartition("/")[2], [])
         fault = plan.pop(0) if plan and self.command == "GET" else ""
         hub.log.append((self.command, path.rpartition("/")[2], self.headers.get("Range"), fault))
@@ -1251,6 +1258,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def page_of(files, dataset, config, split, offset, length):
+    """The rows service: makes a page a file among the others. -> its path"""
+    name = f"/rows/{dataset.rpartition('/')[2]}-{config}-{split}"
+    if name in files and int(length) <= 100:
+        page = [{"row_idx": i, "row": row, "truncated_cells": []} for i, row in enumerate(files[name])]
+        page = page[int(offset):][:int(length)]
+        files[f"{name}-{offset}"] = json.dumps({"rows": page, "num_rows_total": len(files[name])}).encode()
+    return f"{name}-{offset}"
+
+
 @contextlib.contextmanager
 def serve(files, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
@@ -1260,6 +1277,7 @@ def serve(files, monkeypatch):
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_DATASETS_SERVER", server.url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setattr(prepare, "BACKOFF", 0)
         try:
@@ -1642,10 +1660,11 @@ def test_killed_anywhere_the_rerun_makes_the_same_bytes(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT is not sent so on Windows")
 @pytest.mark.parametrize("args, name", [("--dataset=fineweb_edu --shards=2", TRAIN1),
-                                        ("--dataset=openwebtext --subsets=0", "urlsf_subset00.tar")])
+                                        ("--dataset=openwebtext --subsets=0", "urlsf_subset00.tar"),
+                                        ("--dataset=tasks", "sciq-default-train-0")])
 def test_ctrl_c_does_not_wait_for_a_silent_server(args, name, tmp_path, monkeypatch):
     gpt2()
-    with serve(fineweb(2) | {OPENWEBTEXT.format(0): bytes(100_000)}, monkeypatch) as hub:
+    with serve(fineweb(2) | {OPENWEBTEXT.format(0): bytes(100_000)} | task_rows(), monkeypatch) as hub:
         hub.plan = {name: ["hang"]}
         process = subprocess.Popen([sys.executable, str(HERE / "prepare.py"), *args.split()], cwd=tmp_path, text=True,
                                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -1655,3 +1674,278 @@ def test_ctrl_c_does_not_wait_for_a_silent_server(args, name, tmp_path, monkeypa
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20)[1] == "prepare.py: interrupted; the same command goes on where this stopped\n"
         assert process.returncode == 130 and not hub.closing.is_set()
+
+
+# ---- downstream tasks ------------------------------------------------------------------------------------------
+
+# Rows in the eight layouts, and the real harness's prompts, scores and accuracies: .harness/make.py tells how it is made.
+HARNESS = {line["task"]: line for line in map(json.loads, open(HERE / ".harness" / "expected.jsonl", encoding="utf-8"))}
+
+
+def task_rows(**changed):
+    """The hub's files: the rows of all splits. changed: some task's evaluated rows."""
+    files = {}
+    for task, (_, dataset, config, split) in prepare.TASKS.items():
+        name = f"/rows/{dataset.rpartition('/')[2]}-{config}-"
+        files[name + split], files[name + "train"] = HARNESS[task]["evaluated"], HARNESS[task]["training"]
+        files[name + split] = changed.get(task, files[name + split])
+    return files
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="session")
+def tasks_data(tmp_path_factory):
+    """A folder with the eight tasks, fetched two rows at a time."""
+    folder = tmp_path_factory.mktemp("tasks")
+    with pytest.MonkeyPatch.context() as patch, serve(task_rows(), patch):
+        patch.chdir(folder)
+        patch.setattr(prepare, "PAGE_ROWS", 2)
+        assert prepare.main(["--dataset=tasks"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("task", HARNESS)
+def test_prompts_are_the_harness(task, tasks_data):
+    assert list(prepare.TASKS) == list(HARNESS)
+    questions = lines_of(tasks_data / "data" / "tasks" / f"{task}.jsonl")
+    for shots in (0, 1):
+        prompts = []
+        for q in questions:
+            contexts = q["context"] if type(q["context"]) is list else [q["context"]] * len(q["choices"])
+            prompts.append([[q["example"] * shots + context, choice] for context, choice in zip(contexts, q["choices"])])
+        assert prompts == HARNESS[task][f"{shots}-shot"]["prompts"]
+
+
+@pytest.mark.parametrize("shots", [0, 1])
+def test_scores_are_the_harness(shots, tasks_data, monkeypatch):
+    gpt2()
+    spec = importlib.util.spec_from_file_location("make", HERE / ".harness" / "make.py")
+    spec.loader.exec_module(make := importlib.util.module_from_spec(spec))
+    model, here = make.sine_model(), (torch.device("cpu"), contextlib.nullcontext())
+    monkeypatch.chdir(tasks_data)
+    tasks = train.read_tasks(train.Settings(block_size=make.BLOCK_SIZE, resume="True", eval_only=True, tasks="all",
+                                            num_fewshot=shots), "gpt2")
+    scores = train.score_tasks(tasks, model, 300, *here, 0, 1, print)
+    parts = [train.score_tasks(tasks, model, 300, *here, rank, 3, print) for rank in range(3)]
+    assert [sum(part) for part in zip(*parts)] == scores                        # to the last bit, each scored once
+    expected = [part[f"{shots}-shot"] for part in HARNESS.values()]
+    assert scores == pytest.approx([score for part in expected for row in part["scores"] for score in row], abs=1e-4)
+    rows = train.accuracies(tasks, scores)
+    assert rows[:-1] == [(task, len(part["scores"]), pytest.approx(part["accuracy"]), pytest.approx(part["stderr"]))
+                         for task, part in zip(HARNESS, expected)]
+    assert rows[-1][2] == pytest.approx(sum(part["accuracy"] for part in expected) / 8)
+    assert rows[-1][3] == pytest.approx(sum(part["stderr"] ** 2 for part in expected) ** 0.5 / 8)
+
+
+def test_a_score_is_the_sum_of_the_choices_log_probabilities():
+    bytes_, model = prepare.load_tokenizer("bytes"), make(vocab_size=256)
+    for context, choice, ids, n in (("ab \n", "cd", b"ab \ncd", 4), ("x" * 40, " yes", b"x" * 21 + b" yes", 4),
+                                    ("ab", "c" * 40, b"c" * 25, 24), ("", " yes", b"\n yes", 4)):
+        assert train.encode_choice(bytes_, context, choice, 24) == (list(ids), n)
+        with torch.no_grad():
+            logits = model(torch.tensor([list(ids[:-1])]), torch.tensor([list(ids[:-1])]))[0][0]
+        by_hand = sum(logits.log_softmax(-1)[i - 1, ids[i]].item() for i in range(len(ids) - n, len(ids)))
+        batch = [(list(ids), n), (list(b"a longer one, padding"), 3)]
+        score = train.choice_scores(model, batch, torch.device("cpu"), contextlib.nullcontext())[0].item()
+        assert score == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_the_first_of_equal_scores_wins():
+    tasks = {"a": [([None] * 3, label) for label in (0, 1, 2)], "b": [([None] * 2, 1)]}
+    rows = train.accuracies(tasks, [-2.0, -1.0, -1.0] * 3 + [-1.0, -1.0])
+    assert [row[:3] for row in rows] == [("a", 3, 1 / 3), ("b", 1, 0.0), ("mean", 4, 1 / 6)]
+    assert rows[0][3] == pytest.approx(1 / 3) and math.isnan(rows[1][3])
+
+
+def make_task(folder, name, questions):
+    (folder / "data" / "tasks").mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(dict(context=context, choices=choices, label=label, example="Q 3: aaaa\n\n"))
+             for context, choices, label in questions]
+    (folder / "data" / "tasks" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def task_of(table, task):
+    """(examples, accuracy, standard error) in the table that train.py prints."""
+    return [float(x.replace(",", "")) for x in re.search(rf"^{task} +([\d,]+) +([\d.]+) ± (\S+)$", table, re.M).groups()]
+
+
+def test_a_random_model_scores_at_chance(trained, folder):
+    shutil.copytree(trained / "out", folder / "out")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=6)) for _ in range(2000)]
+    make_task(folder, "noise", [(words[i], [" " + word for word in rng.sample(words, 4)], rng.randrange(4))
+                                for i in range(500)])
+    n, accuracy, error = task_of(train_here(folder, "--resume=True", "--eval_only=True", "--tasks=noise"), "noise")
+    assert n == 500 and error == pytest.approx((0.25 * 0.75 / 500) ** 0.5, rel=0.1) and abs(accuracy - 0.25) < 2 * error
+
+
+def test_a_model_that_learned_the_answers_scores_near_one(tmp_path, monkeypatch):
+    letters = random.Random(0).choices("bcdfghklmnpqrstvwxz", k=5000)
+    (tmp_path / "facts.txt").write_text("\n".join(f"{x}: {'low' if x < 'm' else 'high'}" for x in letters))
+    monkeypatch.chdir(tmp_path)
+    assert prepare.main(["--dataset=facts", "--input", "facts.txt"]) == 0
+    make_task(tmp_path, "facts", [(f"{x}:", [" high", " low"], int(x < "m")) for x in letters[:200]])
+    flags = ["--dataset=facts", "--max_steps=200", "--warmup_steps=60", "--eval_interval=200"]
+    train_here(tmp_path, *flags)
+    table = train_here(tmp_path, *flags, "--resume=True", "--eval_only=True", "--tasks=facts")
+    assert task_of(table, "facts")[1] > 0.95, table
+
+
+def test_evaluating_leaves_the_run_alone_and_says_what_it_found(trained, tasks_data, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tasks_data / "data" / "tasks", tmp_path / "data" / "tasks")
+    before = bytes_in(tmp_path)
+    flags = ["--resume=auto", "--eval_only=True", "--tasks=all", "--num_fewshot=1"]
+    table = train_here(tmp_path, *flags)
+    rows = list(csv.reader((tmp_path / "out" / "eval.csv").read_text().splitlines()))
+    val_loss = float(log_of(tmp_path / "out")[-1][2])
+    assert rows[0] == ["task", "examples", "accuracy", "stderr", "num_fewshot", "step", "val_loss"]
+    assert [row[0] for row in rows[1:]] == [*HARNESS, "mean"]
+    for task, n, accuracy, error, *rest in rows[1:]:
+        assert task_of(table, task) == pytest.approx([int(n), float(accuracy), float(error)], abs=1e-4)
+        assert task == "mean" or int(n) == len(HARNESS[task]["evaluated"])
+        assert rest == ["1", "12", str(val_loss)]
+    assert f"validation loss {val_loss:.4f}" in table and "compare with nothing published" in table
+    after = bytes_in(tmp_path)
+    after.pop("out/eval.csv")
+    assert after == before
+    make_task(tmp_path, "long", [("a", [" b" * 20, " c" * 16, " d"], 1)])
+    assert "2 choices fill block_size=32 alone" in train_here(tmp_path, *flags[:2], "--tasks=long")
+    train_here(tmp_path, "--max_steps=1")                                       # what a fresh run sets aside
+    assert (tmp_path / "out" / "previous-1" / "eval.csv").exists()
+
+
+def test_evaluation_is_shared_among_processes(trained, tasks_data, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tasks_data / "data" / "tasks", tmp_path / "data" / "tasks")
+    flags = ["--resume=auto", "--eval_only=True", "--tasks=sciq,winogrande"]
+    alone = train_here(tmp_path, *flags)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    ranks = [start("train.py", *flags, cwd=tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
+    outs = [process.communicate()[0] for process in ranks]
+    assert outs[0][outs[0].index("step     12"):] == alone[alone.index("step     12"):] and outs[1] == ""
+
+
+@pytest.mark.parametrize("tasks, content, named", [
+    ("nothing", None, "task 'nothing' is none of arc_challenge"), ("../x", None, "task '../x'"), ("piqa,", None, "task ''"),
+    ("sciq", None, "sciq.jsonl does not exist"), ("piqa", b"", "has 0 of 7"), ("piqa", b"{}\n" * 7, "line 1"),
+    ("piqa", b"\xff\n", "piqa.jsonl"), ("own", b"", "own.jsonl is empty"), ("own", b"{", "own.jsonl, line 1"),
+    ("own", b'{"context": "a", "choices": ["b"], "label": 1, "example": "c"}', "label 1"),
+    ("own", b'{"context": "a", "choices": ["b"], "label": "0", "example": "c"}', "label '0'"),
+    ("own", b'{"context": "a", "choices": ["b"], "label": 0}', "'example'"),
+    ("own", b'{"context": ["a"], "choices": ["b", "c"], "label": 0, "example": "c"}', "1 contexts"),
+    ("own", b'{"context": "a", "choices": [""], "label": 0, "example": "c"}', "melts"),
+    ("own", b'{"context": "a", "choices": [3], "label": 0, "example": "c"}', "line 1"),
+])
+def test_broken_tasks_are_one_sentence(tasks, content, named, trained, tasks_data, tmp_path, monkeypatch, capsys):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tasks_data / "data" / "tasks", tmp_path / "data" / "tasks")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "tasks" / "sciq.jsonl").unlink()
+    if content is not None:
+        (tmp_path / "data" / "tasks" / f"{tasks}.jsonl").write_bytes(content)
+    flags = ["--resume=True", "--eval_only=True", f"--tasks={tasks}", "--num_fewshot=1"]
+    assert named in complaint(train.main, flags, capsys)
+
+
+@pytest.mark.parametrize("plan", [["drop"] * 3, [503, 429, 500], ["chunked"], ["drop", "no range"], ["redirect"]])
+def test_tasks_arrive_whole_from_a_server_that_misbehaves(plan, tasks_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "PAGE_ROWS", 2)
+    with serve(task_rows(), monkeypatch) as hub:
+        hub.plan = {"ai2_arc-ARC-Easy-test-2": list(plan), "siqa-default-train-0": list(plan)}
+        assert prepare.main(["--dataset=tasks"]) == 0
+        assert not any(hub.plan.values())
+    assert bytes_in(tmp_path / "data" / "tasks") == bytes_in(tasks_data / "data" / "tasks")
+
+
+def test_tasks_go_on_where_they_stopped(tasks_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "PAGE_ROWS", 2)
+    folder, whole = tmp_path / "data" / "tasks", bytes_in(tasks_data / "data" / "tasks")
+    script = tmp_path / "run.py"
+    script.write_text("import prepare\nprepare.PAGE_ROWS = 2\nprepare.main(['--dataset=tasks'])")
+    with serve(task_rows(), monkeypatch) as hub:
+        hub.plan = {"hellaswag-default-train-2": ["hang"]}
+        process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(HERE)},
+                                   stdout=subprocess.DEVNULL)
+        assert hub.hanging.wait(30)
+        process.kill()
+        process.wait()
+        pages = [path.name for path in folder.glob("raw/*.json")]
+        assert pages and not list(folder.glob("*.json*"))                       # no task's file yet, no meta.json
+    with serve(task_rows(), monkeypatch) as hub:
+        assert prepare.main(["--dataset=tasks"]) == 0
+        assert bytes_in(folder) == whole
+        asked = [entry[1] for entry in hub.log if entry[0] == "GET"]
+        assert len(asked) + len(pages) == sum((len(rows) + 1) // 2 for rows in task_rows().values())    # none twice
+        hub.log = []
+        assert prepare.main(["--dataset=tasks"]) == 0 and "nothing to do" in capsys.readouterr().out and not hub.log
+        (folder / "piqa.jsonl").unlink()
+        assert prepare.main(["--dataset=tasks"]) == 0 and bytes_in(folder) == whole
+        assert {entry[1].split("-")[0] for entry in hub.log} == {"piqa"}
+    folder.joinpath("train.bin").touch()
+    folder.joinpath("meta.json").unlink()
+    assert prepare.main(["--dataset=tasks"]) == 1 and "rename the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task, used", [
+    ("arc_challenge", "question choices answerKey"), ("arc_easy", "question choices answerKey"),
+    ("hellaswag", "activity_label ctx_a ctx_b endings label"), ("openbookqa", "question_stem choices answerKey"),
+    ("piqa", "goal sol1 sol2 label"), ("sciq", "support question distractor1 correct_answer"),
+    ("social_iqa", "context question answerA label"), ("winogrande", "sentence option1 answer")])
+def test_malformed_rows_and_missing_labels_are_one_sentence(task, used, tmp_path, monkeypatch, capsys):
+    row, *others = HARNESS[task]["evaluated"]
+    broken = [{key: value for key, value in row.items() if key != name} for name in used.split()]
+    broken += [{**row, name: value} for name in used.split() for value in (None, [3.5])]
+    if task != "sciq":                                                          # whose labels are all the same
+        broken += [{**row, used.split()[-1]: label} for label in ("", "5", -1)]
+    for wrong in broken + [{**row, "sentence": "no blank"}] * (task == "winogrande"):
+        with pytest.raises(ValueError, match=f"^{prepare.TASKS[task][1]} has a row that is malformed or has no label"):
+            prepare.pose(task, wrong)
+    monkeypatch.chdir(tmp_path)
+    with serve(task_rows(**{task: [*others, broken[0]]}), monkeypatch):
+        assert prepare.main(["--dataset=tasks"]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("prepare.py: ") and error.count("\n") == 1 and "malformed" in error
+        assert not Path("data/tasks", f"{task}.jsonl").exists() and not Path("data/tasks/meta.json").exists()
+
+
+@pytest.mark.parametrize("answer, words", [
+    (b"<html>", "no page of rows"), (b"{}", "no page of rows"), (b'{"rows": [], "num_rows_total": 0}', "0 of 0"),
+    (b'{"rows": [{"row": {}}], "num_rows_total": 3}', "1 of 3"), (b'{"rows": [3], "num_rows_total": 1}', "no page of rows"),
+    (b'{"rows": [{"row": {}, "truncated_cells": ["a"]}], "num_rows_total": 1}', "cut long cells"), (None, "404")])
+def test_pages_that_cannot_be_used_are_one_sentence(answer, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = task_rows()
+    del files["/rows/sciq-default-train"]
+    with serve(files | ({"/rows/sciq-default-train-0": answer} if answer is not None else {}), monkeypatch):
+        assert prepare.main(["--dataset=tasks"]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("prepare.py: ") and error.count("\n") == 1 and words in error, error
+    assert not [path for path in Path("data/tasks").iterdir() if path.is_file()]
+
+
+def test_a_source_that_changes_and_no_network_are_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("data/tasks/raw")
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(prepare, "PAGE_ROWS", 2)
+    rows = [{"row": row} for row in HARNESS["sciq"]["evaluated"]]
+    (folder / "sciq-test-000002.json").write_text(json.dumps({"rows": rows[:2], "num_rows_total": 4}))
+    with serve(task_rows(), monkeypatch):
+        assert prepare.main(["--dataset=tasks"]) == 1
+        assert re.fullmatch("prepare.py: allenai/sciq changed .* delete .*raw and .*\n", capsys.readouterr().err)
+    shutil.rmtree("data")
+    for server, words in (("http://127.0.0.1:9", "cannot reach http://127.0.0.1:9/rows"),
+                          ("here", "HF_DATASETS_SERVER=here")):
+        monkeypatch.setenv("HF_DATASETS_SERVER", server)
+        assert prepare.main(["--dataset=tasks"]) == 1
+        assert re.fullmatch(f"prepare.py: {words}.*\n", capsys.readouterr().err)
+    assert not Path("data").exists()

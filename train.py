@@ -4,8 +4,10 @@
     torchrun train.py --n_loop=4                               # the same, started by torchrun
     torchrun --nproc_per_node=8 train.py --preset=small        # one node with 8 GPUs
     torchrun train.py --resume=auto                            # go on where the run stopped, or start
+    python train.py --resume=auto --eval_only=True --tasks=all # score the model on the tasks of prepare.py
 
-Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.csv (one row a step).
+Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.csv (one row a step); out/eval.csv with
+--eval_only=True, which leaves the others alone.
 """
 import argparse
 import csv
@@ -25,6 +27,7 @@ from dataclasses import asdict, dataclass, field, fields
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 try:
@@ -33,7 +36,7 @@ except ImportError:     # Windows
     fcntl = None
 
 from model import GPT, GPTConfig, load_checkpoint, pick_device
-from prepare import prepare_pydocs, read_shard, whole_file
+from prepare import TASKS, load_tokenizer, prepare_pydocs, read_shard, whole_file
 
 
 # ---- settings -------------------------------------------------------------------------------------------------
@@ -75,6 +78,9 @@ class Settings:
     log_interval: int = flag(20, "steps between progress lines", least=1)
     log_alignment: bool = flag(False, "at each evaluation, measure the visit alignment kappa")
     dry_run: bool = flag(False, "print what the run would be, and stop")
+    eval_only: bool = flag(False, "evaluate the checkpoint in out_dir and leave it as it is")
+    tasks: str = flag("", "with eval_only: downstream tasks, all or some with commas, of data/tasks/<task>.jsonl")
+    num_fewshot: int = flag(0, "solved examples before each question of the tasks", choices=(0, 1))
     keep: int = flag(0, "older checkpoints to keep beside the latest", least=0)
     # machine
     device: str = flag("auto", "auto takes CUDA, else MPS, else the CPU", choices=("auto", "cuda", "mps", "cpu"))
@@ -87,11 +93,17 @@ class Settings:
         for f in fields(self):
             value, limits = getattr(self, f.name), f.metadata
             if "choices" in limits and value not in limits["choices"]:
-                raise ValueError(f"{f.name}={value} is none of {', '.join(limits['choices'])}")
+                raise ValueError(f"{f.name}={value} is none of {', '.join(map(str, limits['choices']))}")
             if "least" in limits and not limits["least"] <= value < 2 ** 31:
                 raise ValueError(f"{f.name}={value} is not a number from {limits['least']} to 2^31")
             if "above" in limits and not limits["above"] < value < math.inf:
                 raise ValueError(f"{f.name}={value} is not a finite number above {limits['above']}")
+        if self.eval_only and self.resume == "False":
+            raise ValueError("eval_only=True evaluates the checkpoint that a run left; add --resume=True")
+        if self.tasks and not self.eval_only:
+            raise ValueError(f"tasks={self.tasks} are for a trained model; add --resume=True --eval_only=True")
+        if self.num_fewshot and not self.tasks:
+            raise ValueError(f"num_fewshot={self.num_fewshot} has no tasks to show examples of; add --tasks=all")
 
 
 PAPER = dict(dataset="openwebtext", block_size=1024, max_steps=100_000, learning_rate=1e-3, warmup_steps=2000,
@@ -132,6 +144,8 @@ def configure(argv):
         settings = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
         found = newest_checkpoint(settings.out_dir) if settings.resume != "False" else None
         if found is None:
+            if settings.eval_only:
+                raise ValueError(f"eval_only=True, but {settings.out_dir} holds no checkpoint; train one first")
             if settings.resume == "True":
                 raise ValueError(f"resume=True, but {settings.out_dir} holds no checkpoint; --resume=auto would start")
             GPTConfig(**{name: getattr(settings, name) for name in MODEL_FLAGS})
@@ -143,6 +157,8 @@ def configure(argv):
                 raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {settings.out_dir}, which has "
                                  f"{name}={trained}; leave the flag out, or choose another --out_dir")
         here = dict(out_dir=settings.out_dir, resume=settings.resume)       # where the checkpoint lies now
+        if settings.eval_only:
+            here["compile"] = "False"       # batches of many lengths: each would be compiled anew
         return Settings(**(checkpoint["settings"] | here | given)), model, checkpoint
     except ValueError as error:
         parser.error(str(error))
@@ -266,6 +282,7 @@ def set_aside(out_dir):
     files = checkpoints(out_dir)
     if files:
         files += glob.glob(os.path.join(glob.escape(out_dir), "log.csv"))
+        files += glob.glob(os.path.join(glob.escape(out_dir), "eval.csv"))
         names = (os.path.join(out_dir, f"previous-{n}") for n in itertools.count(1))
         folder = next(name for name in names if not os.path.exists(name))
         os.makedirs(folder)
@@ -289,6 +306,151 @@ def open_log(out_dir, step):
     with whole_file(path) as f:
         f.write("".join(line + "\n" for line in [",".join(LOG_COLUMNS), *rows]).encode())
     return open(path, "a", newline="", encoding="utf-8")
+
+
+# ---- downstream tasks -----------------------------------------------------------------------------------------
+
+def encode_choice(tokenizer, context, choice, block_size):
+    """(ids, n): context and choice as at most block_size + 1 tokens, of which the last n are the choice's.
+
+    As lm-evaluation-harness has it: the two are encoded together, and the choice's tokens begin where those of the
+    context, without white space at its end, would end. What does not fit is cut from the left.
+    Raises ValueError for a choice that has no token of its own.
+    """
+    head = tokenizer.encode(context.rstrip())
+    tail = tokenizer.encode(context + choice)[len(head):]
+    if not tail:
+        raise ValueError(f"{choice!r} melts into the last token of {context!r}")
+    ids = ((head or tokenizer.start or tokenizer.encode("\n")) + tail)[-block_size - 1:]
+    return ids, min(len(tail), len(ids) - 1)
+
+
+def read_task(name, num_fewshot, tokenizer, block_size):
+    """The questions of data/tasks/<name>.jsonl: ([(ids, n) of each choice, as from encode_choice], label) of each.
+
+    With num_fewshot=1 the solved example stands before the context. Raises ValueError naming the file and its fault.
+    """
+    path, questions = os.path.join("data", "tasks", f"{name}.jsonl"), []
+    make = "python prepare.py --dataset=tasks"
+    if not re.fullmatch(r"\w[\w.-]*", name) or name not in TASKS and not os.path.isfile(path):
+        raise ValueError(f"task {name!r} is none of {', '.join(TASKS)}, and there is no {path}")
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.readlines()
+        if name in TASKS:
+            with open(os.path.join("data", "tasks", "meta.json"), encoding="utf-8") as f:
+                count = json.load(f)["questions"][name]
+            if len(lines) != count:
+                raise ValueError(f"{path} has {len(lines)} of {count} questions; delete it and make it anew: {make}")
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} does not exist, so the tasks are missing or unfinished; make them with: "
+                         f"{make}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"{path} or the meta.json beside it is not what prepare.py wrote; delete both and make them "
+                         f"anew: {make}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            question = json.loads(line)
+            context, choices, label = question["context"], question["choices"], question["label"]
+            contexts = context if isinstance(context, list) else [context] * len(choices)
+            example = question["example"] if num_fewshot else ""
+            if type(label) is not int or not 0 <= label < len(choices) or len(contexts) != len(choices):
+                raise ValueError(f"label {label!r} of {len(choices)} choices with {len(contexts)} contexts")
+            questions.append(([encode_choice(tokenizer, example + context, choice, block_size)
+                               for context, choice in zip(contexts, choices)], label))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}, is not a question with context, choices, label"
+                             f"{' and example' * num_fewshot} ({type(error).__name__}: {error}); delete the file and "
+                             f"make it anew: {make}") from None
+    if not questions:
+        raise ValueError(f"{path} is empty; delete it and make it anew: {make}")
+    return questions
+
+
+def read_tasks(s, tokenizer):
+    """{name: questions} of the tasks that the settings ask for; errors as in read_task and load_tokenizer."""
+    names = list(TASKS) if s.tasks == "all" else dict.fromkeys(s.tasks.split(",")) if s.tasks else []
+    return {name: read_task(name, s.num_fewshot, load_tokenizer(tokenizer), s.block_size) for name in names}
+
+
+@torch.no_grad()
+def choice_scores(model, choices, device, autocast):
+    """The sum (B,) of the log-probabilities, in nats, of the last n of the ids of each of B choices (ids, n)."""
+    B, T = len(choices), max(len(ids) for ids, _ in choices) - 1
+    idx = torch.zeros(B, T, dtype=torch.long)
+    targets = torch.full((B, T), -1)
+    for row, (ids, n) in enumerate(choices):
+        idx[row, :len(ids) - 1] = torch.tensor(ids[:-1])
+        targets[row, len(ids) - 1 - n:len(ids) - 1] = torch.tensor(ids[len(ids) - n:])
+    idx, targets = idx.to(device), targets.to(device)
+    scored = targets >= 0                                                       # (B, T); logits only where they count
+    with autocast:
+        logits = F.linear(model.hidden(idx)[scored], model.wte.weight)          # (all n together, V)
+    losses = torch.zeros(B, T, device=device)
+    losses[scored] = F.cross_entropy(logits.float(), targets[scored], reduction="none")
+    return -losses.sum(1)
+
+
+def score_tasks(tasks, model, batch_tokens, device, autocast, rank, world, say):
+    """The score of every choice of all tasks, {name: questions}, as one list in their order; 0.0 for what another
+    process scores. The longest choices go first, so that the time left is not too short, batch_tokens at a time."""
+    choices = [choice for questions in tasks.values() for answers, _ in questions for choice in answers]
+    order, batches = sorted(range(len(choices)), key=lambda i: -len(choices[i][0])), []
+    while order:
+        size = max(1, batch_tokens // len(choices[order[0]][0]))
+        batches.append(order[:size])
+        order = order[size:]
+    batches = batches[rank::world]
+    scores, done, work = [0.0] * len(choices), 0, sum(len(choices[i][0]) for batch in batches for i in batch)
+    began = shown = time.perf_counter()
+    for batch in batches:
+        sums = choice_scores(model, [choices[i] for i in batch], device, autocast).tolist()
+        for i, score in zip(batch, sums):
+            scores[i] = score
+            done += len(choices[i][0])
+        now = time.perf_counter()
+        if now - shown > 10:
+            shown = now
+            say(f"tasks {done / work:4.0%}  {clock((now - began) / done * (work - done))} left")
+    return scores
+
+
+def accuracies(tasks, scores):
+    """(task, examples, accuracy, standard error) of each task, then of their mean; of equal scores the first wins.
+
+    The error is the sample's standard deviation over the root of its size, and the mean takes tasks as independent.
+    """
+    rows, scores = [], iter(scores)
+    for name, questions in tasks.items():
+        right = 0
+        for answers, label in questions:
+            scored = [next(scores) for _ in answers]
+            right += scored.index(max(scored)) == label
+        n, p = len(questions), right / len(questions)
+        rows.append((name, n, p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan))
+    _, counts, means, errors = zip(*rows)
+    return [*rows, ("mean", sum(counts), sum(means) / len(rows), math.hypot(*errors) / len(rows))]
+
+
+EVAL_COLUMNS = ("task", "examples", "accuracy", "stderr", "num_fewshot", "step", "val_loss")
+
+
+def report(tasks, rows, s, tokenizer, say):
+    """Says the rows of accuracies as a table, and what to think of them."""
+    say(f"{f'{s.num_fewshot}-shot':16}{'examples':>9}  accuracy")
+    for name, n, accuracy, error in rows:
+        say(f"{name:16}{n:9,}  {accuracy:.4f} ± {error:.4f}")
+    full = sum(n == s.block_size for questions in tasks.values() for answers, _ in questions for _, n in answers)
+    if full:
+        say(f"{full:,} choices fill block_size={s.block_size} alone; context, and what they have more, are cut off")
+    if tokenizer == "bytes":
+        say("this model reads bytes: these numbers compare with nothing published")
+
+
+def write_eval(out_dir, rows):
+    """Writes eval.csv with rows of EVAL_COLUMNS. Raises OSError."""
+    with whole_file(os.path.join(out_dir, "eval.csv")) as f:
+        f.write("".join(",".join(map(str, row)) + "\n" for row in (EVAL_COLUMNS, *rows)).encode())
 
 
 # ---- the run --------------------------------------------------------------------------------------------------
@@ -385,7 +547,7 @@ def main(argv=None):
     try:
         device = pick_device(s.device, local_rank)
         s.dtype = pick_dtype(s.dtype, device)               # from here on a choice, which a resumed run keeps
-        if s.grad_accum % world:
+        if s.grad_accum % world and not s.eval_only:
             raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {world} processes")
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -405,10 +567,11 @@ def main(argv=None):
             raise ValueError(f"max_steps={s.max_steps} is less than the {state['step']} steps that the checkpoint in "
                              f"{s.out_dir} has done; raise it to train on")
         train_data, val_data = (open_split(s.dataset, split, s.block_size) for split in ("train", "val"))
+        tasks = read_tasks(s, tokenizer)
         torch.manual_seed(s.seed)
         if model is None:
             model = GPT(GPTConfig(vocab_size, **{name: getattr(s, name) for name in MODEL_FLAGS}))
-        if rank == 0:
+        if rank == 0 and not s.eval_only:
             try:
                 os.makedirs(s.out_dir, exist_ok=True)
             except OSError as error:
@@ -426,7 +589,7 @@ def main(argv=None):
             if checkpoint is None:
                 set_aside(s.out_dir)
             log_file = open_log(s.out_dir, state["step"])
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"train.py: {error}")
 
     def say(text):
@@ -508,6 +671,20 @@ def main(argv=None):
                 sys.exit(f"train.py: the checkpoint of step {step} could not be written ({reason}); those before it stay")
 
     stopped_by = []     # the signal that asks to stop, once one has come; a second one ends the process at once
+
+    if s.eval_only:
+        val_loss = evaluate()
+        say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token")
+        if tasks:
+            scores = score_tasks(tasks, model, s.batch_size * s.block_size, device, autocast, rank, world, say)
+            rows = accuracies(tasks, total(*scores))
+            report(tasks, rows, s, tokenizer, say)
+            if rank == 0:
+                write_eval(s.out_dir, [(*row, s.num_fewshot, step, val_loss) for row in rows])
+        if world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        return
 
     def on_signal(number, frame):
         stopped_by.append(number)
