@@ -155,6 +155,41 @@ def rotate(x, cos, sin):
     return y
 
 
+class CrossEntropy(torch.autograd.Function):
+    """cross_entropy and its gradient, a few rows at a time: over a big vocabulary the logits in float32, their
+    log-probabilities and the gradients of both would be the model's largest arrays, and take three times as long."""
+
+    @staticmethod
+    def pieces(logits, *others):
+        """These tensors, a few rows at a time: on a CPU as many as a cache holds."""
+        rows = max(1, 2 ** (21 if logits.device.type == "cpu" else 26) // logits.size(-1))
+        return zip(*(x.split(rows) for x in (logits, *others)))
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ctx.save_for_backward(logits, targets)
+        total = sum(F.cross_entropy(x.float(), t, ignore_index=-1, reduction="sum")
+                    for x, t in CrossEntropy.pieces(logits, targets))
+        return total / (targets >= 0).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        logits, targets = ctx.saved_tensors
+        scale = g * (targets >= 0) / (targets >= 0).sum()                       # (n,)
+        grad = torch.empty_like(logits)
+        for x, t, s, d in CrossEntropy.pieces(logits, targets, scale, grad):
+            p = F.softmax(x.float(), dim=-1)
+            p.scatter_add_(1, t.clamp_min(0).unsqueeze(1), -torch.ones_like(p[:, :1]))
+            d.copy_(p.mul_(s.unsqueeze(1)))
+        return grad, None
+
+
+def cross_entropy(logits, targets):
+    """The mean over targets (n,) >= 0 of -log softmax(logits (n, V))[target], in nats, computed in float32."""
+    return CrossEntropy.apply(logits, targets)
+
+
 class Attention(nn.Module):
     """Causal multi-head attention, (B, T, d) -> (B, T, d)."""
 
@@ -287,7 +322,7 @@ class GPT(nn.Module):
         if targets is None:
             return F.linear(x[:, -1:], self.wte.weight), None
         logits = F.linear(x, self.wte.weight)                                   # (B, T, V)
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
@@ -365,7 +400,7 @@ class GPT(nn.Module):
         with torch.enable_grad():
             x = twin.hidden(idx)                                                # (B, T, d)
             logits = F.linear(x, twin.wte.weight)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
             G, G_each = squares(loss, None)
             generator = torch.Generator().manual_seed(0)
             U = U_each = 0

@@ -86,7 +86,7 @@ class Settings:
     device: str = flag("auto", "auto takes CUDA, else MPS, else the CPU", choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = flag("auto", "of the matrix products; auto takes bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
-    compile: str = flag("auto", "torch.compile for each block; auto on CUDA only", choices=("auto", "True", "False"))
+    compile: str = flag("auto", "torch.compile for each block; auto on CUDA, and on a CPU for long runs", choices=("auto", "True", "False"))
     recompute: bool = flag(False, "recompute each visit in the backward pass: memory hardly grows with n_loop")
 
     def __post_init__(self):
@@ -616,14 +616,15 @@ def main(argv=None):
         scaler.load_state_dict(checkpoint["scaler"])
     if not optimizer.defaults["fused"]:
         say(f"fused AdamW is left off: {device.type} has none")
-    if s.compile == "True" or s.compile == "auto" and device.type == "cuda":
+    tokens_per_step = s.batch_size * s.grad_accum * s.block_size
+    long = tokens_per_step * s.max_steps * model.flops_per_token() > 1e15       # an hour on a CPU, where compiling costs 20 s
+    if s.compile == "True" or s.compile == "auto" and (device.type == "cuda" or device.type == "cpu" and long):
         idx, targets = read_windows(train_data, np.arange(s.batch_size), s.block_size, device)
         trouble = compile_blocks(model, idx, targets, autocast)
         if trouble:
             say(f"compile is left off: {trouble}")
     network = DistributedDataParallel(model) if world > 1 else model
 
-    tokens_per_step = s.batch_size * s.grad_accum * s.block_size
     peak = world * matmul_peak(device, dtype)
     say(describe(model))
     say(f"{s.dataset}: {tokens_per_step:,} tokens per step on {world} x {device.type} in {s.dtype}, "
