@@ -658,9 +658,26 @@ def test_what_an_evaluation_measures(trained, folder):
     assert rows[12]["hidden_change"] == "" and 0 < float(rows[12]["alignment"]) <= 1
 
 
-def test_the_plan_of_the_papers_runs_needs_no_data(tmp_path):
+def test_an_evaluation_may_ask_for_other_rounds(trained, folder):
+    shutil.copytree(trained / "out", folder / "out")
+    before = (folder / "out" / "ckpt.pt").read_bytes()
+    data = np.fromfile(folder / "data" / "pydocs" / "val_000.bin", np.uint16)[512:].astype(np.int64)
+    starts = np.linspace(0, len(data) - 33, 10).astype(int)
+    idx, targets = (torch.tensor(np.stack([data[s + i:s + i + 32] for s in starts])) for i in (0, 1))
+    for n_loop in (1, 6):
+        out = train_here(folder, "--resume=True", "--eval_only=True", f"--n_loop={n_loop}")
+        gpt = load_checkpoint(folder / "out" / "ckpt.pt")[0]
+        gpt.n_loop = n_loop
+        with torch.no_grad():
+            assert float(re.search(r"loss ([\d.]+)", out)[1]) == pytest.approx(gpt(idx, targets)[1].item(), abs=1e-4)
+    assert (folder / "out" / "ckpt.pt").read_bytes() == before
+
+
+def test_the_plan_of_the_papers_runs_needs_no_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     for preset, n_loop, params, (K, d, h) in (("small", 3, 124e6, (12, 768, 2048)), ("medium", 7, 353e6, (24, 1024, 2752))):
-        out = run("train.py", f"--preset={preset}", f"--n_loop={n_loop}", "--dry_run=True", cwd=tmp_path)[0]
+        train.main([f"--preset={preset}", f"--n_loop={n_loop}", "--dry_run=True"])
+        out = capsys.readouterr().out
         assert int(re.search(r"([\d,]+) parameters", out)[1].replace(",", "")) == pytest.approx(params, rel=0.01)
         assert int(re.search(r"checkpoints of ([\d,]+) MB", out)[1].replace(",", "")) == pytest.approx(params * 12 / 1e6, rel=0.01)
         assert "100,000 steps of 491,520 tokens, 49,152,000,000 tokens" in out
@@ -757,7 +774,7 @@ BAD_TRAIN_FLAGS = [
     ("--dataset=../..", "dataset=../.. is not the name"), ("--dataset=", "dataset= is not the name"), ("--out_dir=", "out_dir="), ("--resume=True", "no checkpoint"), ("--out_dir=/dev/null/x", "/dev/null/x"),
     ("--block_size=1000000", "block_size=1000000"), ("--eval_only=yes", "eval_only"), ("--num_fewshot=2", "num_fewshot"),
     ("--eval_only=True", "add --resume=True"), ("--tasks=all", "--eval_only=True"), ("--num_fewshot=1", "--tasks=all"),
-    ("--eval_only=True --resume=auto", "out holds no checkpoint"),
+    ("--eval_only=True --resume=auto", "out holds no checkpoint"), ("--dataset=tasks", "dataset=tasks"),
 ]
 
 

@@ -153,13 +153,16 @@ def configure(argv):
         model, checkpoint = found
         for name in ("preset", *MODEL_FLAGS):
             trained = checkpoint["settings"][name]
-            if given.get(name, trained) != trained:
+            if given.get(name, trained) != trained and not (settings.eval_only and name == "n_loop"):
                 raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {settings.out_dir}, which has "
                                  f"{name}={trained}; leave the flag out, or choose another --out_dir")
         here = dict(out_dir=settings.out_dir, resume=settings.resume)       # where the checkpoint lies now
         if settings.eval_only:
             here["compile"] = "False"       # batches of many lengths: each would be compiled anew
-        return Settings(**(checkpoint["settings"] | here | given)), model, checkpoint
+        resumed = Settings(**(checkpoint["settings"] | here | given))
+        GPTConfig(**{name: getattr(resumed, name) for name in MODEL_FLAGS})
+        model.n_loop = resumed.n_loop       # an evaluation may ask for another number of rounds
+        return resumed, model, checkpoint
     except ValueError as error:
         parser.error(str(error))
     except (KeyError, TypeError):
@@ -200,8 +203,8 @@ def read_windows(data, positions, block_size, device):
 
 def load_meta(dataset):
     """The tokenizer's name and vocabulary size of data/<dataset>; raises ValueError if it is not prepared."""
-    if dataset in ("", ".", "..") or os.path.basename(dataset) != dataset:
-        raise ValueError(f"dataset={dataset} is not the name of a folder under data/")
+    if dataset in ("", ".", "..", "tasks") or os.path.basename(dataset) != dataset:
+        raise ValueError(f"dataset={dataset} is not the name of a folder of tokens under data/")
     path = os.path.join("data", dataset, "meta.json")
     try:
         with open(path, encoding="utf-8") as f:
