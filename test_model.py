@@ -687,14 +687,14 @@ def test_the_plan_of_the_papers_runs_needs_no_data(tmp_path, monkeypatch, capsys
 
 
 def test_auto_takes_bfloat16_where_it_is_fast_and_a_resumed_run_stays_with_it(folder, monkeypatch):
-    peaks = {torch.float32: 1e11, torch.bfloat16: 4e11}
-    monkeypatch.setattr(train, "matmul_peak", lambda device, dtype: peaks[dtype])
+    has = {"amx_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
 
     def dtype_of(*flags):
         train_here(folder, *flags, small=[flag for flag in SMALL if "dtype" not in flag])
         return torch.load(folder / "out" / "ckpt.pt", weights_only=True)["settings"]["dtype"]
     assert dtype_of("--max_steps=4") == "bfloat16"
-    peaks[torch.bfloat16] = 2e11
+    has["amx_bf16"] = False
     assert dtype_of("--resume=True", "--max_steps=5") == "bfloat16"
     assert dtype_of("--max_steps=4") == "float32"
 

@@ -466,6 +466,23 @@ def learning_rate_at(step, s):
     return s.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
+def pick_dtype(name, device):
+    """The name of the dtype of the matrix products on device; raises ValueError for what it lacks.
+
+    auto is bfloat16 where the hardware multiplies it many times faster than float32: on GPUs from Ampere on, and on CPUs
+    with matrix units (AMX).
+    """
+    if name == "float16" and device.type != "cuda":
+        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or bfloat16")
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability() >= (8, 0)
+    else:
+        fast = device.type == "cpu" and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
+    return "bfloat16" if fast else "float32"
+
+
 def matmul_peak(device, dtype):
     """FLOP/s of this device in a plain matrix product of dtype, measured for about half a second."""
     n = 1024 if device.type == "cpu" else 8192
@@ -476,21 +493,6 @@ def matmul_peak(device, dtype):
         (a @ a)[0, 0].item()        # .item() waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * n ** 3 / best
-
-
-def pick_dtype(name, device):
-    """The name of the dtype of the matrix products on device; raises ValueError for what it lacks.
-
-    auto is bfloat16 where the hardware multiplies it: on GPUs from Ampere on, and on CPUs with matrix units (AMX), which
-    are far more than twice as fast with it as with float32; CPUs without are at most about twice.
-    """
-    if name == "float16" and device.type != "cuda":
-        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or bfloat16")
-    if name != "auto":
-        return name
-    fast = (device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0) or
-            device.type == "cpu" and matmul_peak(device, torch.bfloat16) > 3 * matmul_peak(device, torch.float32))
-    return "bfloat16" if fast else "float32"
 
 
 def describe(model):
@@ -549,15 +551,12 @@ def main(argv=None):
     state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0)
     try:
         device = pick_device(s.device, local_rank)
-        s.dtype = pick_dtype(s.dtype, device)               # from here on a choice, which a resumed run keeps
+        s.dtype = pick_dtype(s.dtype, device)       # a choice that a resumed run keeps
+        dtype = getattr(torch, s.dtype)
         if s.grad_accum % world and not s.eval_only:
             raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {world} processes")
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-            choice = [s.dtype]
-            dist.broadcast_object_list(choice)              # measured by each, and the first one's for all
-            s.dtype = choice[0]
-        dtype = getattr(torch, s.dtype)
         if rank == 0 and s.dataset == "pydocs" and not os.path.exists(os.path.join("data", "pydocs", "meta.json")):
             prepare_pydocs()
         if world > 1:
