@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import prepare
 import sample
 import train
-from model import EXPONENT, GPT, GPTConfig, load_checkpoint, norm, sgd_step_change
+from model import EXPONENT, GPT, GPTConfig, cross_entropy, load_checkpoint, norm, sgd_step_change
 
 HERE = Path(__file__).resolve().parent
 if "TIKTOKEN_CACHE_DIR" not in os.environ and (HERE.parent / "shared" / "tiktoken").is_dir():
@@ -249,6 +249,22 @@ def test_norm(dtype, tolerance, rms):
             y = norm(x)
         assert y.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert (y.double() - exact).abs().max() < tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_cross_entropy_over_a_big_vocabulary(dtype, tolerance):
+    """In pieces of a few rows, against float64 at once; rows without a target count for nothing."""
+    V = 50304
+    logits = torch.randn(100, V, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype).requires_grad_()
+    targets = tokens(100, vocab_size=V)
+    targets[[0, 50, 99]] = -1
+    exact = logits.detach().double().requires_grad_()
+    expected = -exact.log_softmax(-1)[targets >= 0, targets[targets >= 0]].mean()
+    loss = cross_entropy(logits, targets)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert ((logits.grad - exact.grad).norm() / exact.grad.norm()).item() < tolerance
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
