@@ -251,7 +251,7 @@ def test_norm(dtype, tolerance, rms):
         assert (y.double() - exact).abs().max() < tolerance * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1.9e-3)])
 def test_cross_entropy_over_a_big_vocabulary(dtype, tolerance):
     """In pieces of a few rows, against float64 at once; rows without a target count for nothing."""
     V = 50304
