@@ -462,8 +462,14 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = GPT(GPTConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
-        for name in ("step", "tokenizer", "settings", "optimizer", "scaler", "best_val_loss", "seconds"):
-            checkpoint[name]
+        for name, kind in (("step", int), ("tokenizer", str), ("settings", dict), ("optimizer", dict), ("scaler", dict),
+                           ("best_val_loss", float), ("seconds", float)):
+            if type(checkpoint[name]) is not kind:
+                raise TypeError
+        moments = checkpoint["optimizer"]           # {number of a parameter: its two, and more}; none before a step
+        if checkpoint["step"] and any(moments[i][name].shape != w.shape for name in ("exp_avg", "exp_avg_sq")
+                                      for i, w in enumerate(model.parameters())):
+            raise ValueError
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:      # torch.load answers a broken file with nearly any exception there is

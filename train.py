@@ -187,13 +187,19 @@ def open_split(dataset, split, block_size):
     return shards, counts
 
 
-def read_windows(data, positions, block_size, device):
-    """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order."""
+def read_windows(data, positions, block_size, vocab_size, device):
+    """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order.
+
+    Raises ValueError, naming the shard, for a token that is not below vocab_size.
+    """
     shards, counts = data
     ends = counts.cumsum()
     which = np.searchsorted(ends, positions, side="right")
     starts = positions - (ends - counts)[which]
     rows = np.stack([shards[w][s:s + block_size + 1] for w, s in zip(which, starts)])      # (B, T + 1)
+    if rows.max() >= vocab_size:
+        raise ValueError(f"{shards[which[rows.max(axis=1).argmax()]].filename} holds token {rows.max()}, and the vocabulary "
+                         f"ends at {vocab_size - 1}; the file is damaged, or meta.json beside it belongs to other shards")
     tokens = torch.from_numpy(rows.astype(np.int64))
     if device.type == "cuda":
         tokens = tokens.pin_memory()
@@ -280,7 +286,7 @@ def lock(out_dir):
     return file
 
 
-def set_aside(out_dir):
+def set_aside(out_dir, say):
     """Moves an earlier run's files into out_dir/previous-<n>: a fresh run overwrites nothing."""
     files = checkpoints(out_dir)
     if files:
@@ -291,7 +297,7 @@ def set_aside(out_dir):
         os.makedirs(folder)
         for path in files:
             os.replace(path, os.path.join(folder, os.path.basename(path)))
-        print(f"the run that {out_dir} held is now in {folder}")
+        say(f"the run that {out_dir} held is now in {folder}")
 
 
 # the last three at evaluations: ‖ΔF‖/‖F‖ of the step, kappa_R/R, and kappa of each block's attention and MLP in turn
@@ -548,6 +554,14 @@ def main(argv=None):
     s, model, checkpoint = configure(argv)
     if s.dry_run:
         return print_plan(s)
+
+    def say(text):
+        if rank == 0:
+            try:
+                print(text, flush=True)
+            except OSError:     # a closed pipe or a full disk behind it: the run goes on without
+                sys.stdout = open(os.devnull, "w")
+
     state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0)
     try:
         device = pick_device(s.device, local_rank)
@@ -589,22 +603,21 @@ def main(argv=None):
                 raise ValueError(f"out_dir={s.out_dir} has {free / 1e6:,.1f} MB of disk left, and checkpoints need "
                                  f"{need / 1e6:,.1f} MB; make room or choose another")
             if checkpoint is None:
-                set_aside(s.out_dir)
+                set_aside(s.out_dir, say)
             log_file = open_log(s.out_dir, state["step"])
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"train.py: {error}")
-
-    def say(text):
-        if rank == 0:
-            try:
-                print(text, flush=True)
-            except OSError:     # a closed pipe or a full disk behind it: the run goes on without
-                sys.stdout = open(os.devnull, "w")
 
     def log(**row):
         if rank == 0:
             csv.DictWriter(log_file, LOG_COLUMNS, lineterminator="\n").writerow(row)
             log_file.flush()
+
+    def read(data, positions):
+        try:
+            return read_windows(data, positions, s.block_size, model.config.vocab_size, device)
+        except ValueError as error:
+            sys.exit(f"train.py: {error}")
 
     # the model, its optimizer, and where the run stands
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")      # TF32
@@ -621,8 +634,7 @@ def main(argv=None):
     tokens_per_step = s.batch_size * s.grad_accum * s.block_size
     long = tokens_per_step * s.max_steps * model.flops_per_token() > 1e15       # an hour on a CPU, where compiling costs 20 s
     if s.compile == "True" or s.compile == "auto" and (device.type == "cuda" or device.type == "cpu" and long):
-        idx, targets = read_windows(train_data, np.arange(s.batch_size), s.block_size, device)
-        trouble = compile_blocks(model, idx, targets, autocast)
+        trouble = compile_blocks(model, *read(train_data, np.zeros(s.batch_size, int)), autocast)
         if trouble:
             say(f"compile is left off: {trouble}")
     network = DistributedDataParallel(model) if world > 1 else model
@@ -636,7 +648,7 @@ def main(argv=None):
         """This process's micro-batches of a step; all processes together read the same windows, however many."""
         rng = np.random.default_rng((s.seed, step))
         positions = rng.integers(train_data[1].sum(), size=(s.grad_accum, s.batch_size))
-        return [read_windows(train_data, p, s.block_size, device) for p in positions[rank::world]]
+        return [read(train_data, p) for p in positions[rank::world]]
 
     def total(*numbers):
         """The numbers, each summed over the processes."""
@@ -655,7 +667,7 @@ def main(argv=None):
         for i in range(rank * s.batch_size, len(positions), world * s.batch_size):
             if stopped_by:
                 break
-            idx, targets = read_windows(val_data, positions[i:i + s.batch_size], s.block_size, device)
+            idx, targets = read(val_data, positions[i:i + s.batch_size])
             with autocast:
                 loss += model(idx, targets)[1].item() * len(idx)
         loss, stopped = total(loss, len(stopped_by))
@@ -672,6 +684,10 @@ def main(argv=None):
             except (OSError, RuntimeError) as error:    # torch turns a full disk into either
                 reason = error if isinstance(error, OSError) else "is the disk full?"
                 sys.exit(f"train.py: the checkpoint of step {step} could not be written ({reason}); those before it stay")
+
+    def not_finite(found):
+        sys.exit(f"train.py: step {step}: {found} at learning rate {learning_rate_at(step, s):.3g}; the step was not taken. "
+                 f"Try a smaller --learning_rate or more --warmup_steps; checkpoints in {s.out_dir} stay")
 
     stopped_by = []     # the signal that asks to stop, once one has come; a second one ends the process at once
 
@@ -706,6 +722,8 @@ def main(argv=None):
             val_loss = evaluate()
             if val_loss is None:
                 break
+            if not math.isfinite(val_loss):
+                not_finite(f"validation loss {val_loss}")
             best = val_loss < best_val_loss
             if best:
                 best_val_loss = val_loss
@@ -745,8 +763,7 @@ def main(argv=None):
         loss, stopped = total(loss.item(), len(stopped_by))
         loss, grad_norm = loss / world, grad_norm.item()
         if not math.isfinite(loss) or not math.isfinite(grad_norm) and not scaler.is_enabled():
-            sys.exit(f"train.py: step {step}: loss {loss}, gradient norm {grad_norm} at learning rate {lr:.3g}; the step "
-                     f"was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in {s.out_dir} stay")
+            not_finite(f"loss {loss}, gradient norm {grad_norm}")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -789,7 +806,9 @@ if __name__ == "__main__":
         sys.exit(f"train.py: {error}")
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            sys.exit("train.py: another process of this run ended, and this one with it; go on with --resume=auto")
+            print("train.py: another process of this run ended, and this one with it; go on with --resume=auto",
+                  file=sys.stderr, flush=True)
+            os._exit(1)         # an orderly exit would now and then be aborted by what is left of gloo's threads
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
         sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum), --recompute=True, "
