@@ -548,6 +548,16 @@ def compile_blocks(model, idx, targets, autocast):
         model.zero_grad(set_to_none=True)
 
 
+def leave_group(status):
+    """Ends this process, one of several, with that exit status; everything must have been written and flushed.
+
+    Without Python's own way out, in which a thread of gloo that still lets go of a tensor aborts the process.
+    """
+    dist.barrier()      # the first process may still be saving; who leaves early takes the connection down
+    dist.destroy_process_group()
+    os._exit(status)
+
+
 def main(argv=None):
     rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
                                (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))     # torchrun sets them
@@ -701,8 +711,7 @@ def main(argv=None):
             if rank == 0:
                 write_eval(s.out_dir, [(*row, s.num_fewshot, step, val_loss) for row in rows])
         if world > 1:
-            dist.barrier()
-            dist.destroy_process_group()
+            leave_group(0)
         return
 
     def on_signal(number, frame):
@@ -788,11 +797,11 @@ def main(argv=None):
     else:
         save_checkpoint(best=False)
         say(f"stopped by a signal at step {step} and saved; go on with --resume=auto")
+    status = 0 if finished else 128 + (stopped_by or [signal.SIGTERM])[0]       # what follows && must not run on half a model
     if world > 1:
-        dist.barrier()      # the first process may still be saving; who leaves early takes the connection down
-        dist.destroy_process_group()
-    if not finished:
-        sys.exit(128 + (stopped_by or [signal.SIGTERM])[0])     # what follows && must not run on half a model
+        leave_group(status)
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":
@@ -808,7 +817,7 @@ if __name__ == "__main__":
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             print("train.py: another process of this run ended, and this one with it; go on with --resume=auto",
                   file=sys.stderr, flush=True)
-            os._exit(1)         # an orderly exit would now and then be aborted by what is left of gloo's threads
+            os._exit(1)     # as in leave_group
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
         sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum), --recompute=True, "
