@@ -196,7 +196,9 @@ def read_windows(data, positions, block_size, vocab_size, device):
     ends = counts.cumsum()
     which = np.searchsorted(ends, positions, side="right")
     starts = positions - (ends - counts)[which]
-    rows = np.stack([shards[w][s:s + block_size + 1] for w, s in zip(which, starts)])      # (B, T + 1)
+    rows = np.empty((len(positions), block_size + 1), dtype=np.uint16)                      # (B, T + 1)
+    for w in np.unique(which):      # one read a shard
+        rows[which == w] = shards[w][starts[which == w, None] + np.arange(block_size + 1)]
     if rows.max() >= vocab_size:
         raise ValueError(f"{shards[which[rows.max(axis=1).argmax()]].filename} holds token {rows.max()}, and the vocabulary "
                          f"ends at {vocab_size - 1}; the file is damaged, or meta.json beside it belongs to other shards")
