@@ -1,4 +1,4 @@
-"""DeepLoop: a GPT that applies its K blocks R times, with residuals scaled for the loop.
+"""DeepLoop: a GPT that applies its K blocks R times, with residuals scaled for the loop (arXiv 2607.13491).
 
     x = norm(wte(idx))
     R rounds, each over the K blocks:   x = norm(alpha x + attn(x));  x = norm(alpha x + mlp(x))
@@ -11,26 +11,58 @@ them; N = K·R visits, the depth that the residual stream sees. Depth costs comp
 - RMSNorm without gain: a learned gain would move the output by O(1) per visit and hide what alpha and beta bound
 - RoPE, queries and keys normalized per head, SwiGLU, no biases, no dropout, embedding and output head tied
 - generation with a key-value cache for each visit
-- the theory made measurable: `GPT.visit_alignment`, `sgd_step_change`, and `python model.py` to see both
-
-DeepLoop: arXiv 2607.13491. DeepNorm: arXiv 2203.00555.
+- the theory made measurable: `GPT.visit_alignment`, `first_step_change`, and `python model.py` to see both
 """
 import copy
+import itertools
 import math
 import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-# One shared update is written by R visits and read by R visits: up to R² terms per block where untied depth has R.
-# If the visits' effects align, alpha = (2N)^p and beta = (8N)^-p bound the change of the output by one step only
-# for p >= 1/2; if they do not, for p >= 1/4 (DeepLoop, the bound M·kappa_R·(beta/alpha)² on the change).
-EXPONENT = {"deepnorm": 1 / 4, "deeploop": 1 / 2}
+
+class Scaling(NamedTuple):
+    """The constants of a residual-scaling rule at one depth; f is a branch, attention or MLP.
+
+        Post-LN   x = norm(alpha x + f(x))
+        Pre-LN    x = x + epsilon f(norm(x)), and a norm at the end
+
+    The gains multiply Xavier's initialization; no forward pass sees them. Queries and keys only steer: their gain is 1.
+    """
+    post_ln: bool
+    alpha: float = 1.0
+    epsilon: float = 1.0
+    gain_in: float = 1.0    # of v, gate and up, which read the residual stream
+    gain_out: float = 1.0   # of out and down, which write to it
+
+
+def deepnorm(N, p):
+    """alpha = (2N)^p and beta = (8N)^-p: DeepNet's constants for a decoder (arXiv 2203.00555) with the exponent free.
+
+    One shared update is written by R visits and read by R visits: up to R² terms per block where untied depth has R.
+    If the visits' effects align, these constants bound the change of the output by one step only for p >= 1/2; if
+    they do not, for p >= 1/4 (DeepLoop, the bound M·kappa_R·(beta/alpha)² on the change).
+    """
+    beta = (8 * N) ** -p
+    return Scaling(post_ln=True, alpha=(2 * N) ** p, gain_in=beta, gain_out=beta)
+
+
+SCALINGS = {    # a rule is a function of K and R; one of your own is one more line
+    "deeploop": lambda K, R: deepnorm(K * R, 1 / 2),
+    "deepnorm": lambda K, R: deepnorm(K * R, 1 / 4),
+    # GPT-2's: the 2N branches add up to unit variance
+    "preln": lambda K, R: Scaling(post_ln=False, gain_out=(2 * K * R) ** -0.5),
+    # arXiv 2606.18524, factored parameterization: epsilon = lambda / (R sqrt(K)), here with lambda = 1
+    "loop_preln": lambda K, R: Scaling(post_ln=False, epsilon=1 / (R * K ** 0.5)),
+}
 
 
 @dataclass
@@ -42,24 +74,22 @@ class GPTConfig:
     n_loop: int = 4                 # R, rounds over the blocks
     n_head: int = 4
     n_embd: int = 128               # d
-    scaling: str = "deeploop"       # or "deepnorm", "preln"
-    exponent: float | None = None   # p, in place of the scaling's own
+    scaling: str = "deeploop"       # one of SCALINGS
+    exponent: float | None = None   # p, in place of deeploop's or deepnorm's own
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_loop", "n_head", "n_embd"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 2 ** 31:
                 raise ValueError(f"{name}={value!r} is not a whole number from 1 to 2^31")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
-        if self.n_embd // self.n_head % 2:
-            raise ValueError(f"n_embd={self.n_embd} gives n_head={self.n_head} heads of odd width "
-                             f"{self.n_embd // self.n_head}; RoPE turns pairs, so the width must be even")
-        if self.scaling not in (*EXPONENT, "preln"):
-            raise ValueError(f"scaling={self.scaling!r} is none of deeploop, deepnorm, preln")
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head} into heads of even width, "
+                             "whose pairs RoPE turns")
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"scaling={self.scaling!r} is none of {', '.join(SCALINGS)}")
         if self.exponent is not None:
-            if self.scaling == "preln":
-                raise ValueError(f"exponent={self.exponent!r} has no meaning with scaling='preln'; leave it out")
+            if not self.constants().post_ln:
+                raise ValueError(f"exponent={self.exponent!r} has no meaning with scaling={self.scaling!r}; leave it out")
             if type(self.exponent) not in (int, float) or not 0 <= self.exponent <= 1:
                 raise ValueError(f"exponent={self.exponent!r} is not a number from 0 to 1")
 
@@ -68,96 +98,57 @@ class GPTConfig:
         """N = K·R, the number of visits."""
         return self.n_layer * self.n_loop
 
-    @property
-    def p(self):
-        """The exponent in force; 0 under Pre-LN, whose alpha and beta are 1."""
-        return EXPONENT.get(self.scaling, 0) if self.exponent is None else self.exponent
+    def constants(self, n_loop=None):
+        """The Scaling in force, at n_loop rounds if given."""
+        K, R = self.n_layer, n_loop or self.n_loop
+        scaling = SCALINGS[self.scaling](K, R)
+        return scaling if self.exponent is None or not scaling.post_ln else deepnorm(K * R, self.exponent)
 
     @property
     def alpha(self):
-        """(2N)^p, on the skip path of every visit: DeepLoop's for p = 1/2, DeepNet's for a decoder for 1/4."""
-        return (2 * self.n_unrolled) ** self.p
+        """(2N)^p, on the skip path of every visit; 1 under Pre-LN."""
+        return self.constants().alpha
 
     @property
     def beta(self):
-        """(8N)^-p, a gain at initialization only; the forward pass never sees it (same sources)."""
-        return (8 * self.n_unrolled) ** -self.p
+        """(8N)^-p, a gain at initialization only; 1 under Pre-LN."""
+        return self.constants().gain_in
 
-
-def rms(x):
-    """Root mean square over the last dimension, kept as one of size 1, and no less than the one eps of this model.
-
-    It keeps a state of zeros from dividing by zero and shows nowhere else; F.rms_norm's default is the dtype's own,
-    0.0078 in bfloat16, which would ruin an embedding of RMS 0.02.
-    """
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.size(-1) ** -0.5).clamp_min_(1e-12)
-
-
-class RMSNorm(torch.autograd.Function):
-    """x / rms(x) with its gradient written out, (g - y mean(g y)) / rms for y = x / rms: half of autograd's time."""
-
-    @staticmethod
-    def forward(ctx, x):
-        r = rms(x)
-        y = x / r
-        ctx.save_for_backward(y, r)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        y, r = ctx.saved_tensors
-        return torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1).div_(r)
+    def gain(self, name, n_loop=None):
+        """The gain that the matrix of that name (wte, qk, v, ...) begins with, at n_loop rounds if given."""
+        c = self.constants(n_loop)
+        return dict(v=c.gain_in, gate=c.gain_in, up=c.gain_in, out=c.gain_out, down=c.gain_out).get(name, 1.0)
 
 
 def norm(x):
     """RMSNorm without gain over the last dimension, computed and returned in float32 or wider.
 
-    Source: arXiv 1910.07467, eq. 4.
+    The eps keeps a state of zeros from dividing by zero and shows nowhere else; F.rms_norm's default is the dtype's
+    own, 0.0078 in bfloat16, which would ruin an embedding of RMS 0.02. Source: arXiv 1910.07467, eq. 4.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return RMSNorm.apply(x) if torch.is_grad_enabled() else x / rms(x)
+    return F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=1e-20)
 
 
 def rope_tables(block_size, head_size):
-    """cos (block_size, 1, hs), both halves alike, and sin (block_size, 1, hs/2) of RoPE's angles.
+    """cos and sin (block_size, 1, hs/2) of RoPE's angles.
 
     Position t turns the pair (i, i + hs/2) by t · 10000^(-2i/hs). Source: RoFormer, arXiv 2104.09864, section 3.2.2.
     """
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency).unsqueeze(1)  # (block_size, 1, hs/2)
-    return torch.cat((angle, angle), dim=-1).cos().float(), angle.sin().float()
-
-
-class RoPE(torch.autograd.Function):
-    """rotate with its gradient, which is the rotation back."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        cos, sin = ctx.saved_tensors
-        return rotate(g, cos, -sin), None, None
+    angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency).unsqueeze(1)
+    return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x, cos, sin):
     """RoPE on x (B, T, heads, hs): (a, b) -> (a cos - b sin, b cos + a sin)."""
-    if x.requires_grad and torch.is_grad_enabled():
-        return RoPE.apply(x, cos, sin)
-    y = x * cos
-    (a, b), (y_a, y_b) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
-    y_a.addcmul_(b, sin, value=-1)
-    y_b.addcmul_(a, sin)
-    return y
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class CrossEntropy(torch.autograd.Function):
     """cross_entropy and its gradient, a few rows at a time: over a big vocabulary the logits in float32, their
-    log-probabilities and the gradients of both would be the model's largest arrays, and take three times as long."""
+    log-probabilities and the gradients of both would be the model's largest arrays, and take three times as long.
+    Hence the only backward written by hand."""
 
     @staticmethod
     def pieces(logits, *others):
@@ -245,34 +236,17 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config)
         self.mlp = MLP(config)
-        self.alpha = config.alpha
-        self.preln = config.scaling == "preln"
-        self.init_weights(config)
-
-    @torch.no_grad()
-    def init_weights(self, config):
-        """Xavier, with gain beta on all that adds to the residual stream; queries and keys only steer, gain 1."""
-        for w in self.attn.qk.weight.chunk(2):      # q and k are two d×d matrices, not one of fan-out 2d
-            nn.init.xavier_normal_(w)
-        for linear in (self.attn.v, self.attn.out, self.mlp.gate, self.mlp.up, self.mlp.down):
-            nn.init.xavier_normal_(linear.weight, gain=config.beta)
-        if self.preln:                              # GPT-2's rule: 2N branches add up to unit variance
-            for linear in (self.attn.out, self.mlp.down):
-                linear.weight /= math.sqrt(2 * config.n_unrolled)
+        self.post_ln, self.alpha, self.epsilon, _, _ = config.constants()
+        for name, linear in (*self.attn.named_children(), *self.mlp.named_children()):
+            for w in linear.weight.chunk(2 if name == "qk" else 1):     # q and k: two d×d matrices, not one 2d×d
+                nn.init.xavier_normal_(w, gain=config.gain(name))
 
     def forward(self, x, rope, past=None):
-        if self.preln:
-            x = x + self.attn(norm(x), rope, past)
-            return x + self.mlp(norm(x))
-        x = norm(torch.add(self.attn(x, rope, past), x, alpha=self.alpha))      # attn(x) + alpha x
-        return norm(torch.add(self.mlp(x), x, alpha=self.alpha))
-
-
-@dataclass
-class Cache:
-    """Keys and values of every visit: each visit of a block sees other states, so each keeps its own."""
-    kv: torch.Tensor    # (N, 2, B, n_head, block_size, hs)
-    length: int = 0     # tokens seen so far
+        if self.post_ln:
+            x = norm(self.alpha * x + self.attn(x, rope, past))
+            return norm(self.alpha * x + self.mlp(x))
+        x = x + self.epsilon * self.attn(norm(x), rope, past)
+        return x + self.epsilon * self.mlp(norm(x))
 
 
 class GPT(nn.Module):
@@ -298,18 +272,14 @@ class GPT(nn.Module):
             raise ValueError(f"{end} tokens do not fit block_size={self.config.block_size}")
         rope = self.cos[start:end], self.sin[start:end]
         x = norm(self.wte(idx))                                                 # (B, T, d)
-        visit = 0
-        for _ in range(self.n_loop):
-            for block in self.blocks:
-                past = None if cache is None else (cache.kv[visit], start)
-                if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(block, x, rope, use_reentrant=False)
-                else:
-                    x = block(x, rope, past)
-                visit += 1
+        for visit, block in enumerate([*self.blocks] * self.n_loop):            # R rounds over the K blocks
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope, None if cache is None else (cache.kv[visit], start))
         if cache is not None:
             cache.length = end
-        return norm(x) if self.config.scaling == "preln" else x                 # Post-LN ends in a norm already
+        return x if block.post_ln else norm(x)                                  # Post-LN ends in a norm already
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64 -> (logits, loss).
@@ -360,10 +330,11 @@ class GPT(nn.Module):
             yield new
 
     def new_cache(self, batch_size):
-        """An empty Cache for batch_size sequences."""
+        """An empty cache: `kv` (N, 2, B, n_head, block_size, hs), the keys and values of every visit, since each visit
+        of a block sees other states; and `length`, how many tokens it has seen."""
         c, w = self.config, self.wte.weight
         shape = (c.n_layer * self.n_loop, 2, batch_size, c.n_head, c.block_size, c.n_embd // c.n_head)
-        return Cache(torch.empty(shape, dtype=w.dtype, device=w.device))
+        return SimpleNamespace(kv=torch.empty(shape, dtype=w.dtype, device=w.device), length=0)
 
     def untie(self):
         """The same function as a GPT with n_layer = K·R and n_loop = 1: each visit gets its own copy of its block."""
@@ -373,6 +344,7 @@ class GPT(nn.Module):
         twin.n_loop = 1
         return twin
 
+    @torch.enable_grad()
     def visit_alignment(self, idx, targets, n_probe=8):
         """κ of each physical sublayer, (K, 2) float32 for attention and MLP; the largest is κ_R.
 
@@ -382,33 +354,24 @@ class GPT(nn.Module):
             κ_j = ‖Σ_r U_r‖ ‖Σ_r G_r‖ / (R max_r ‖U_r‖ max_r ‖G_r‖)     (DeepLoop, visit-alignment coefficient)
 
         in Frobenius norms, with the largest visit for the bound on one visit: 1 at R = 1, R when all visits agree.
-        ‖U‖² is the mean of ‖vᵀU‖² over n_probe random cotangents v; they come from a generator of their own, so
-        that measuring leaves the run as it was.
+        ‖U‖² is the mean of ‖vᵀU‖² over n_probe random cotangents v, whose generator leaves the run's own alone.
         """
         twin, K, R = self.untie(), self.config.n_layer, self.n_loop
         sublayers = [list(part.parameters()) for block in twin.blocks for part in (block.attn, block.mlp)]
-        weights = [w for part in sublayers for w in part]
 
-        def squares(output, cotangent):
-            """‖Σ_r‖² (K, 2) and ‖·‖² of each visit (R, K, 2), for the gradients of cotangent · output."""
-            grads = iter(torch.autograd.grad(output, weights, cotangent, retain_graph=True))
-            flat = [torch.cat([next(grads).flatten() for _ in part]) for part in sublayers]     # R·K·2 vectors
+        def squares(output, cotangent=None):
+            """‖Σ_r‖² (2K,) and ‖·‖² of each visit (R, 2K), for the gradients of cotangent · output."""
+            grads = iter(torch.autograd.grad(output, sum(sublayers, []), cotangent, retain_graph=True))
+            flat = [torch.cat([next(grads).flatten() for _ in part]) for part in sublayers]     # R·2K vectors
             total = torch.stack([sum(flat[j::2 * K]).square().sum() for j in range(2 * K)])
-            each = torch.stack([g.square().sum() for g in flat])
-            return total.view(K, 2), each.view(R, K, 2)
+            return total, torch.stack([g.square().sum() for g in flat]).view(R, 2 * K)
 
-        with torch.enable_grad():
-            x = twin.hidden(idx)                                                # (B, T, d)
-            logits = F.linear(x, twin.wte.weight)
-            loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
-            G, G_each = squares(loss, None)
-            generator = torch.Generator().manual_seed(0)
-            U = U_each = 0
-            for _ in range(n_probe):
-                v = torch.randn(x.shape, generator=generator).to(x)
-                total, each = squares(x, v)
-                U, U_each = U + total, U_each + each
-        return ((U / U_each.amax(0)).sqrt() * (G / G_each.amax(0)).sqrt() / R).float()
+        x = twin.hidden(idx)                                                    # (B, T, d)
+        G, G_each = squares(cross_entropy(F.linear(x, twin.wte.weight).flatten(0, 1), targets.flatten()))
+        generator = torch.Generator().manual_seed(0)
+        probes = [squares(x, torch.randn(x.shape, generator=generator).to(x)) for _ in range(n_probe)]
+        U, U_each = (sum(probe) for probe in zip(*probes))
+        return ((U / U_each.amax(0)).sqrt() * (G / G_each.amax(0)).sqrt() / R).view(K, 2).float()
 
     def num_params(self):
         """The number of parameters; n_loop does not enter."""
@@ -424,13 +387,27 @@ class GPT(nn.Module):
         per_round = sum(w.numel() for w in self.blocks.parameters()) + 2 * c.n_layer * c.n_embd * c.block_size
         return 6 * (self.n_loop * per_round + c.vocab_size * c.n_embd)
 
-    def configure_optimizer(self, learning_rate, weight_decay, betas=(0.9, 0.95)):
-        """AdamW, fused where the device has it. Every parameter is a matrix, so weight decay takes them all."""
+    def rate_scales(self):
+        """[(name, parameter, its gain at N over its gain at N = K)], as in named_parameters: what scale_lr applies."""
+        c = self.config
+        matrices = [(name, w, name.split(".")[-2]) for name, w in self.named_parameters()]
+        return [(name, w, c.gain(matrix) / c.gain(matrix, n_loop=1)) for name, w, matrix in matrices]
+
+    def configure_optimizer(self, learning_rate, weight_decay, betas=(0.9, 0.95), scale_lr=False):
+        """AdamW, fused where the device has it. Every parameter is a matrix, so weight decay takes them all.
+
+        With scale_lr a matrix that begins smaller at R rounds than at one also moves slower by that factor, `scale` in
+        its group, so that the rate that is best at R = 1 serves more rounds. AdamW decays by rate · weight_decay at a
+        step: such a matrix is also decayed slower.
+        """
+        groups = []                 # of neighbours, so that the optimizer numbers the parameters as the model does
+        for scale, members in itertools.groupby(self.rate_scales(), key=lambda member: member[2] if scale_lr else 1.0):
+            groups.append(dict(params=[w for _, w, _ in members], lr=learning_rate * scale, scale=scale))
         options = dict(lr=learning_rate, betas=betas, weight_decay=weight_decay)
         try:
-            return torch.optim.AdamW(self.parameters(), fused=True, **options)
+            return torch.optim.AdamW([dict(group) for group in groups], fused=True, **options)
         except RuntimeError:
-            return torch.optim.AdamW(self.parameters(), **options)
+            return torch.optim.AdamW(groups, **options)
 
 
 def pick_device(name, index=0):
@@ -456,16 +433,17 @@ def load_checkpoint(path):
 
     Raises ValueError, naming the file, for one that is missing, cut, foreign or whose weights do not fit its config.
     """
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise ValueError(f"{path} does not exist; train a model first: torchrun train.py")
+    if not os.path.isfile(path):        # a pipe would be waited for
+        raise ValueError(f"{path} is not a regular file, so no checkpoint; move it away")
+    kinds = dict(step=int, tokenizer=str, settings=dict, optimizer=dict, scaler=dict, best_val_loss=float, seconds=float)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = GPT(GPTConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
-        for name, kind in (("step", int), ("tokenizer", str), ("settings", dict), ("optimizer", dict), ("scaler", dict),
-                           ("best_val_loss", float), ("seconds", float)):
-            if type(checkpoint[name]) is not kind:
-                raise TypeError
+        if any(type(checkpoint[name]) is not kind for name, kind in kinds.items()):
+            raise TypeError
         moments = checkpoint["optimizer"]           # {number of a parameter: its two, and more}; none before a step
         if checkpoint["step"] and any(moments[i][name].shape != w.shape for name in ("exp_avg", "exp_avg_sq")
                                       for i, w in enumerate(model.parameters())):
@@ -478,33 +456,59 @@ def load_checkpoint(path):
     return model, checkpoint
 
 
-def sgd_step_change(model, idx, targets, learning_rate=0.1):
-    """Takes one plain SGD step on (idx, targets) and returns ‖ΔF‖ / ‖F‖, F the final hidden state of idx.
+STEPS = {   # of first_step_change: the powers of R that it grows by, tied and untied
+    "sgd": lambda p: (2 - 4 * p, 1 - 4 * p),
+    "adam": lambda p: (1 - 2 * p, 1 - 2 * p),
+    "scaled": lambda p: (1 - 3 * p, 1 - 3 * p),
+}
 
-    The blocks step, as in the theory (DeepLoop, first-order change ΔF); the embedding, whose step does not know R, stays.
+
+def first_step_change(model, idx, targets, step="sgd"):
+    """Takes one step of the blocks on (idx, targets), and returns ‖ΔF‖ / ‖F‖, F the final hidden state of idx.
+
+    step: sgd, 0.1 · gradient; adam, 1e-5 · its sign, which Adam's first step is (arXiv 1412.6980, alg. 1, eps = 0);
+    or scaled, adam's times the matrix's gain. From the initialization, K fixed, the change grows like STEPS says:
+
+    A visit reads a change δ of a beta-matrix as O(δ·beta/alpha), since the branch's other matrix has gain beta and the
+    skip path weighs alpha; the gradient that it writes is O(beta/alpha) too; and beta/alpha ∝ R^-2p.
+    SGD: R visits read what R visits wrote, R²(beta/alpha)². Untied, each matrix has one writer and one reader, and R
+    of them add up: R(beta/alpha)². Adam: how much was written is normalized away, and R reads remain, R·beta/alpha,
+    tied or not. Rate times gain: one more beta ∝ R^-p.
+
+    What should follow for training with AdamW: p = 1/2 is flat, tied or not. With scale_lr p = 1/3 is flat, p = 1/4
+    loses stability slowly as R grows, and p = 1/2 allows a base rate that grows like √R.
     """
-    loss = model(idx, targets)[1]
-    grads = torch.autograd.grad(loss, list(model.blocks.parameters()))
+    names, weights = zip(*model.blocks.named_parameters())     # the embedding, whose step does not know R, stays
+    grads = torch.autograd.grad(model(idx, targets)[1], weights)
     with torch.no_grad():
         before = model.hidden(idx)
-        for w, g in zip(model.blocks.parameters(), grads):
-            w -= learning_rate * g
+        for name, w, g in zip(names, weights, grads):
+            gain = model.config.gain(name.split(".")[-2]) if step == "scaled" else 1.0
+            w -= 0.1 * g if step == "sgd" else 1e-5 * gain * g.sign()
         return ((model.hidden(idx) - before).norm() / before.norm()).item()
 
 
 def main():
-    """Prints what the exponent does to one step from initialization, as the rounds grow."""
+    """Prints what the exponent does to one step from the initialization as the rounds grow, and the slopes it should have."""
     idx, targets = torch.randint(256, (2, 4, 64), generator=torch.Generator().manual_seed(0))
-    print("K = 2 blocks, d = 64, synthetic tokens; ‖ΔF‖/‖F‖: final hidden state, one SGD step of 0.1")
-    print(f"{'p':5}{'R':>4}{'alpha':>9}{'beta':>9}{'kappa_R/R':>11}{'‖ΔF‖/‖F‖':>11}")
-    for exponent in (1 / 4, 3 / 8, 1 / 2):      # DeepNorm's, one between, DeepLoop's
-        for n_loop in (1, 2, 4, 8, 16, 32, 64):
+    rounds = (2, 4, 8, 16, 32)
+    print("K = 2 blocks, d = 64, synthetic tokens; relative change of the final hidden state by one step, tied | untied")
+    print(f"{'p':6}{'R':>3}{'alpha':>8}{'beta':>8}{'kappa_R/R':>11}{'SGD':>13}{'Adam':>22}{'Adam, rate x gain':>23}")
+    for p in (1 / 4, 1 / 3, 1 / 2):
+        changes = []                                                            # of each R: (len(STEPS) · 2,)
+        for n_loop in rounds:
             torch.manual_seed(0)
-            model = GPT(GPTConfig(block_size=64, n_loop=n_loop, n_embd=64, exponent=exponent))
+            model = GPT(GPTConfig(block_size=64, n_loop=n_loop, n_embd=64, exponent=p)).double()
             kappa = model.visit_alignment(idx, targets).max().item()
-            change = sgd_step_change(model, idx, targets)
-            print(f"{exponent:<5}{n_loop:4}{model.config.alpha:9.3f}{model.config.beta:9.4f}"
-                  f"{kappa / n_loop:11.3f}{change:11.2e}", flush=True)
+            changes.append([first_step_change(twin, idx, targets, step)
+                            for step in STEPS for twin in (copy.deepcopy(model), model.untie())])
+            print(f"{p:<6.3f}{n_loop:3}{model.config.alpha:8.3f}{model.config.beta:8.4f}{kappa / n_loop:11.3f}",
+                  *(f"{tied:13.2e} {untied:.2e}" for tied, untied in zip(changes[-1][::2], changes[-1][1::2])), flush=True)
+        x = torch.tensor(rounds).double().log()
+        y = torch.tensor(changes).double().log()
+        slopes = (x - x.mean()) @ y / (x - x.mean()).square().sum()             # of least squares, (len(STEPS) · 2,)
+        print("slope".ljust(36), *(f"{s:13.2f} {u:8.2f}" for s, u in slopes.view(-1, 2).tolist()))
+        print("expected".ljust(36), *(f"{s:13.2f} {u:8.2f}" for s, u in (power(p) for power in STEPS.values())))
 
 
 if __name__ == "__main__":

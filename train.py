@@ -35,7 +35,7 @@ try:
 except ImportError:     # Windows
     fcntl = None
 
-from model import GPT, GPTConfig, load_checkpoint, pick_device
+from model import GPT, SCALINGS, GPTConfig, load_checkpoint, pick_device
 from prepare import TASKS, load_tokenizer, prepare_pydocs, read_shard, whole_file
 
 
@@ -64,11 +64,12 @@ class Settings:
     n_loop: int = flag(4, "R, rounds over the blocks")
     n_head: int = flag(4, "attention heads")
     n_embd: int = flag(128, "width of the residual stream")
-    scaling: str = flag("deeploop", "residual scaling", choices=("deeploop", "deepnorm", "preln"))
+    scaling: str = flag("deeploop", f"residual scaling: {', '.join(SCALINGS)}")
     exponent: float | None = flag(None, "p of the residual scaling, in place of 1/2 (deeploop) or 1/4 (deepnorm)")
     # optimization
     max_steps: int = flag(1200, "steps of the whole run", least=1)
     learning_rate: float = flag(3e-3, "at its peak; a cosine takes it down to a tenth", above=0)
+    scale_lr: bool = flag(False, "each matrix's rate times its initial gain at R rounds over that at one")
     warmup_steps: int = flag(300, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "AdamW's", least=0)
     grad_clip: float = flag(1.0, "longest gradient, in the 2-norm", above=0)
@@ -151,7 +152,8 @@ def configure(argv):
             GPTConfig(**{name: getattr(settings, name) for name in MODEL_FLAGS})
             return settings, None, None
         model, checkpoint = found
-        for name in ("preset", *MODEL_FLAGS):
+        checkpoint["settings"].setdefault("scale_lr", False)        # runs older than the switch
+        for name in ("preset", "scale_lr", *MODEL_FLAGS):
             trained = checkpoint["settings"][name]
             if given.get(name, trained) != trained and not (settings.eval_only and name == "n_loop"):
                 raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {settings.out_dir}, which has "
@@ -634,7 +636,7 @@ def main(argv=None):
     # the model, its optimizer, and where the run stands
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")      # TF32
     model.to(device).recompute = s.recompute
-    optimizer = model.configure_optimizer(s.learning_rate, s.weight_decay)
+    optimizer = model.configure_optimizer(s.learning_rate, s.weight_decay, scale_lr=s.scale_lr)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     step, best_val_loss, seconds = state["step"], state["best_val_loss"], state["seconds"]
@@ -759,7 +761,7 @@ def main(argv=None):
         step_began = time.perf_counter()
         lr = learning_rate_at(step, s)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["scale"]
         loss = 0.0
         for i, (idx, targets) in enumerate(batches):
             more = i + 1 < len(batches)
