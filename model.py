@@ -7,10 +7,9 @@
 Three counts to keep apart: n_layer = K physical blocks, which hold all parameters; n_loop = R rounds over
 them; N = K·R visits, the depth that the residual stream sees. Depth costs compute and no parameters.
 
-- Post-LN residuals with DeepLoop's or DeepNorm's constants; Pre-LN, the usual GPT block, as the baseline
+- residual scaling by a table of rules: DeepLoop, DeepNorm, the usual Pre-LN block, and Pre-LN scaled for the loop
 - RMSNorm without gain: a learned gain would move the output by O(1) per visit and hide what alpha and beta bound
-- RoPE, queries and keys normalized per head, SwiGLU, no biases, no dropout, embedding and output head tied
-- generation with a key-value cache for each visit
+- RoPE, queries and keys normalized per head, SwiGLU, no biases, embedding and output head tied
 - the theory made measurable: `GPT.visit_alignment`, `first_step_change`, and `python model.py` to see both
 """
 import copy
@@ -89,7 +88,7 @@ class GPTConfig:
             raise ValueError(f"scaling={self.scaling!r} is none of {', '.join(SCALINGS)}")
         if self.exponent is not None:
             if not self.constants().post_ln:
-                raise ValueError(f"exponent={self.exponent!r} has no meaning with scaling={self.scaling!r}; leave it out")
+                raise ValueError(f"exponent={self.exponent} has no meaning under scaling={self.scaling}; leave it out")
             if type(self.exponent) not in (int, float) or not 0 <= self.exponent <= 1:
                 raise ValueError(f"exponent={self.exponent!r} is not a number from 0 to 1")
 
@@ -129,16 +128,6 @@ def norm(x):
     return F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=1e-20)
 
 
-def rope_tables(block_size, head_size):
-    """cos and sin (block_size, 1, hs/2) of RoPE's angles.
-
-    Position t turns the pair (i, i + hs/2) by t · 10000^(-2i/hs). Source: RoFormer, arXiv 2104.09864, section 3.2.2.
-    """
-    frequency = 10000.0 ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency).unsqueeze(1)
-    return angle.cos().float(), angle.sin().float()
-
-
 def rotate(x, cos, sin):
     """RoPE on x (B, T, heads, hs): (a, b) -> (a cos - b sin, b cos + a sin)."""
     a, b = x.chunk(2, dim=-1)
@@ -146,9 +135,11 @@ def rotate(x, cos, sin):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """cross_entropy and its gradient, a few rows at a time: over a big vocabulary the logits in float32, their
+    """The mean over targets (n,) >= 0 of -log softmax(logits (n, V))[target], in nats, computed in float32.
+
+    The one backward written by hand, a few rows at a time: over a big vocabulary the logits in float32, their
     log-probabilities and the gradients of both would be the model's largest arrays, and take three times as long.
-    Hence the only backward written by hand."""
+    """
 
     @staticmethod
     def pieces(logits, *others):
@@ -176,9 +167,7 @@ class CrossEntropy(torch.autograd.Function):
         return grad, None
 
 
-def cross_entropy(logits, targets):
-    """The mean over targets (n,) >= 0 of -log softmax(logits (n, V))[target], in nats, computed in float32."""
-    return CrossEntropy.apply(logits, targets)
+cross_entropy = CrossEntropy.apply
 
 
 class Attention(nn.Module):
@@ -198,8 +187,6 @@ class Attention(nn.Module):
         v = self.v(x).view(B, T, self.n_head, -1)                               # (B, T, nh, hs)
         qk = self.qk(x).view(B, T, 2 * self.n_head, -1)                         # (B, T, 2 nh, hs)
         qk = norm(rotate(qk, *rope))        # a rotation keeps the length, so this is the norm before RoPE
-        if x.device.type != "cpu":
-            qk = qk.to(v.dtype)
         q, k = qk.transpose(1, 2).chunk(2, dim=1)                               # (B, nh, T, hs) each
         v, mask = v.transpose(1, 2).to(q.dtype), None
         if past is not None:
@@ -260,9 +247,12 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         nn.init.normal_(self.wte.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        cos, sin = rope_tables(config.block_size, config.n_embd // config.n_head)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        # RoPE (arXiv 2104.09864, section 3.2.2): position t turns the pair (i, i + hs/2) by t · 10000^(-2i/hs)
+        hs = config.n_embd // config.n_head
+        frequency = 10000.0 ** (-torch.arange(0, hs, 2, dtype=torch.float64) / hs)
+        angle = torch.outer(torch.arange(config.block_size, dtype=torch.float64), frequency).unsqueeze(1)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)      # (block_size, 1, hs/2)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def hidden(self, idx, cache=None):
         """The final hidden state (B, T, d), of unit RMS, for idx (B, T) int64. Raises ValueError past block_size."""
@@ -303,18 +293,14 @@ class GPT(nn.Module):
         read anew from position 0: a restart now and then instead of recomputing the whole context at each token.
         Raises ValueError for an empty idx, a negative temperature or top_k < 1.
         """
-        if idx.size(1) == 0:
-            raise ValueError("generation needs at least one token to start from")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature} is not a number of at least 0")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k={top_k} is not at least 1")
-        block_size, cache = self.config.block_size, None
-        context = idx[:, -block_size:]
+        if idx.size(1) == 0 or not 0 <= temperature < math.inf or top_k is not None and top_k < 1:
+            raise ValueError(f"{idx.size(1)} tokens to start from, temperature={temperature}, top_k={top_k}: there must "
+                             "be at least one token, a temperature of at least 0 and a top_k of at least 1")
+        block_size, cache = self.config.block_size, self.new_cache(len(idx))
+        new = context = idx[:, -block_size:]
         for _ in range(max_new_tokens):
-            if cache is None or cache.length == block_size:
-                cache = self.new_cache(len(idx))
-                new = context = context[:, -block_size:]
+            if cache.length == block_size:
+                cache.length, new = 0, context[:, -max(1, block_size // 2):]
             logits = self(new, cache=cache)[0][:, -1].float()                   # (B, V)
             if top_k is not None:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -324,9 +310,7 @@ class GPT(nn.Module):
             else:
                 logits -= logits.amax(-1, keepdim=True)                         # no overflow at any temperature
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
-            context = torch.cat((context, new), dim=1)
-            if context.size(1) > block_size:
-                context = context[:, -max(1, block_size // 2):]
+            context = torch.cat((context, new), dim=1)[:, -block_size:]
             yield new
 
     def new_cache(self, batch_size):
@@ -346,15 +330,13 @@ class GPT(nn.Module):
 
     @torch.enable_grad()
     def visit_alignment(self, idx, targets, n_probe=8):
-        """κ of each physical sublayer, (K, 2) float32 for attention and MLP; the largest is κ_R.
+        """κ of each physical sublayer, (K, 2) float32 for attention and MLP; the largest is κ_R (DeepLoop).
 
-        For sublayer j, whose visits r write updates G_r (the loss gradient through visit r alone) and move the
-        output by U_r (the Jacobian of the final hidden state by the parameters as visit r reads them),
+            κ_j = ‖Σ_r U_r‖ ‖Σ_r G_r‖ / (R max_r ‖U_r‖ max_r ‖G_r‖)
 
-            κ_j = ‖Σ_r U_r‖ ‖Σ_r G_r‖ / (R max_r ‖U_r‖ max_r ‖G_r‖)     (DeepLoop, visit-alignment coefficient)
-
-        in Frobenius norms, with the largest visit for the bound on one visit: 1 at R = 1, R when all visits agree.
-        ‖U‖² is the mean of ‖vᵀU‖² over n_probe random cotangents v, whose generator leaves the run's own alone.
+        in Frobenius norms, over the visits r of sublayer j: G_r is the loss gradient through visit r alone, U_r the
+        Jacobian of the final hidden state by the parameters as visit r reads them. 1 at R = 1, R when all agree.
+        ‖U‖² is the mean of ‖vᵀU‖² over n_probe random v, whose generator leaves the run's own alone.
         """
         twin, K, R = self.untie(), self.config.n_layer, self.n_loop
         sublayers = [list(part.parameters()) for block in twin.blocks for part in (block.attn, block.mlp)]
@@ -380,8 +362,8 @@ class GPT(nn.Module):
     def flops_per_token(self):
         """FLOPs of forward and backward for one token of a full context, every visit counted.
 
-        6 per weight of a matrix product (2 forward, 4 backward), and 12·d·T per visit for attention's scores and
-        sums, as in PaLM (arXiv 2204.02311, appendix B), which does not discount the causal half.
+        6 per weight of a matrix product, and 12·d·T per visit for attention's scores and sums, as in PaLM
+        (arXiv 2204.02311, appendix B), which does not discount the causal half.
         """
         c = self.config
         per_round = sum(w.numel() for w in self.blocks.parameters()) + 2 * c.n_layer * c.n_embd * c.block_size
@@ -400,32 +382,26 @@ class GPT(nn.Module):
         its group, so that the rate that is best at R = 1 serves more rounds. AdamW decays by rate · weight_decay at a
         step: such a matrix is also decayed slower.
         """
-        groups = []                 # of neighbours, so that the optimizer numbers the parameters as the model does
-        for scale, members in itertools.groupby(self.rate_scales(), key=lambda member: member[2] if scale_lr else 1.0):
-            groups.append(dict(params=[w for _, w, _ in members], lr=learning_rate * scale, scale=scale))
-        options = dict(lr=learning_rate, betas=betas, weight_decay=weight_decay)
-        try:
-            return torch.optim.AdamW([dict(group) for group in groups], fused=True, **options)
-        except RuntimeError:
-            return torch.optim.AdamW(groups, **options)
+        members = itertools.groupby(self.rate_scales(), key=lambda member: member[2] if scale_lr else 1.0)
+        groups = [dict(params=[w for _, w, _ in neighbours], lr=learning_rate * scale, scale=scale)
+                  for scale, neighbours in members]     # of neighbours: the optimizer numbers them as the model does
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, weight_decay=weight_decay,
+                                 fused=self.wte.weight.device.type in ("cpu", "cuda"))
 
 
 def pick_device(name, index=0):
     """The torch.device of that name, the index-th of its kind; auto takes CUDA, else MPS, else the CPU.
 
-    Raises ValueError for a device that this machine does not have.
+    Raises ValueError where this machine has no such device for process number `index`.
     """
-    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    has = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": math.inf}
     kind = next(kind for kind in has if has[kind]) if name == "auto" else name
-    if not has[kind]:
-        raise ValueError(f"device={kind} is not available on this machine; leave --device out to take what is")
-    if kind != "cuda":
-        return torch.device(kind)
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"process {index} of this machine has no GPU of its own: there are "
-                         f"{torch.cuda.device_count()}; start as many processes with torchrun --nproc_per_node")
-    torch.cuda.set_device(index)
-    return torch.device(kind, index)
+    if index >= has[kind]:
+        raise ValueError(f"device={kind}: this machine has {has[kind]}, none for process {index}; leave --device out, "
+                         "or start no more processes than there are (torchrun --nproc_per_node)")
+    if kind == "cuda":
+        torch.cuda.set_device(index)
+    return torch.device(kind, index if kind == "cuda" else None)
 
 
 def load_checkpoint(path):
@@ -433,16 +409,15 @@ def load_checkpoint(path):
 
     Raises ValueError, naming the file, for one that is missing, cut, foreign or whose weights do not fit its config.
     """
-    if not os.path.exists(path):
-        raise ValueError(f"{path} does not exist; train a model first: torchrun train.py")
     if not os.path.isfile(path):        # a pipe would be waited for
-        raise ValueError(f"{path} is not a regular file, so no checkpoint; move it away")
-    kinds = dict(step=int, tokenizer=str, settings=dict, optimizer=dict, scaler=dict, best_val_loss=float, seconds=float)
+        raise ValueError(f"{path} is not a regular file; move it away" if os.path.exists(path) else
+                         f"{path} does not exist; train a model first: torchrun train.py")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = GPT(GPTConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
-        if any(type(checkpoint[name]) is not kind for name, kind in kinds.items()):
+        if [type(checkpoint[name]) for name in ("step", "tokenizer", "settings", "optimizer", "scaler", "best_val_loss",
+                                                "seconds")] != [int, str, dict, dict, dict, float, float]:
             raise TypeError
         moments = checkpoint["optimizer"]           # {number of a parameter: its two, and more}; none before a step
         if checkpoint["step"] and any(moments[i][name].shape != w.shape for name in ("exp_avg", "exp_avg_sq")
@@ -456,24 +431,19 @@ def load_checkpoint(path):
     return model, checkpoint
 
 
-STEPS = {   # of first_step_change: the powers of R that it grows by, tied and untied
-    "sgd": lambda p: (2 - 4 * p, 1 - 4 * p),
-    "adam": lambda p: (1 - 2 * p, 1 - 2 * p),
-    "scaled": lambda p: (1 - 3 * p, 1 - 3 * p),
-}
-
-
 def first_step_change(model, idx, targets, step="sgd"):
     """Takes one step of the blocks on (idx, targets), and returns ‖ΔF‖ / ‖F‖, F the final hidden state of idx.
 
     step: sgd, 0.1 · gradient; adam, 1e-5 · its sign, which Adam's first step is (arXiv 1412.6980, alg. 1, eps = 0);
-    or scaled, adam's times the matrix's gain. From the initialization, K fixed, the change grows like STEPS says:
+    scaled, adam's times the matrix's gain. From the initialization, K fixed, the change grows like R to the power
 
-    A visit reads a change δ of a beta-matrix as O(δ·beta/alpha), since the branch's other matrix has gain beta and the
-    skip path weighs alpha; the gradient that it writes is O(beta/alpha) too; and beta/alpha ∝ R^-2p.
-    SGD: R visits read what R visits wrote, R²(beta/alpha)². Untied, each matrix has one writer and one reader, and R
-    of them add up: R(beta/alpha)². Adam: how much was written is normalized away, and R reads remain, R·beta/alpha,
-    tied or not. Rate times gain: one more beta ∝ R^-p.
+        sgd  2 - 4p (tied), 1 - 4p (untied)        adam  1 - 2p (both)        scaled  1 - 3p (both)
+
+    A visit reads a change δ of a beta-matrix as O(δ·beta/alpha), since the branch's other matrix has gain beta and
+    the skip path weighs alpha; the gradient that it writes is O(beta/alpha) too; beta/alpha ∝ R^-2p.
+    SGD: R visits read what R visits wrote, R²(beta/alpha)²; untied, R matrices with a reader and a writer each,
+    R(beta/alpha)². Adam: how much was written is normalized away and R reads remain, R·beta/alpha, tied or not.
+    Rate times gain: one more beta ∝ R^-p.
 
     What should follow for training with AdamW: p = 1/2 is flat, tied or not. With scale_lr p = 1/3 is flat, p = 1/4
     loses stability slowly as R grows, and p = 1/2 allows a base rate that grows like √R.
@@ -489,26 +459,25 @@ def first_step_change(model, idx, targets, step="sgd"):
 
 
 def main():
-    """Prints what the exponent does to one step from the initialization as the rounds grow, and the slopes it should have."""
+    """Prints what the exponent does to one step from the initialization, and how it grows with the rounds."""
     idx, targets = torch.randint(256, (2, 4, 64), generator=torch.Generator().manual_seed(0))
-    rounds = (2, 4, 8, 16, 32)
-    print("K = 2 blocks, d = 64, synthetic tokens; relative change of the final hidden state by one step, tied | untied")
-    print(f"{'p':6}{'R':>3}{'alpha':>8}{'beta':>8}{'kappa_R/R':>11}{'SGD':>13}{'Adam':>22}{'Adam, rate x gain':>23}")
+    steps, rounds = ("sgd", "adam", "scaled"), torch.tensor([2, 4, 8, 16, 32])
+    print("K = 2 blocks, d = 64, synthetic tokens; change of the final hidden state by one step, tied and untied")
+    print(f"{'p':5}{'R':>4}{'kappa_R/R':>11}" + "".join(f"{step:>20}" for step in steps))
     for p in (1 / 4, 1 / 3, 1 / 2):
-        changes = []                                                            # of each R: (len(STEPS) · 2,)
-        for n_loop in rounds:
+        changes = torch.empty(len(rounds), 2 * len(steps))
+        for R, row in zip(rounds.tolist(), changes):
             torch.manual_seed(0)
-            model = GPT(GPTConfig(block_size=64, n_loop=n_loop, n_embd=64, exponent=p)).double()
+            model = GPT(GPTConfig(block_size=64, n_loop=R, n_embd=64, exponent=p)).double()
             kappa = model.visit_alignment(idx, targets).max().item()
-            changes.append([first_step_change(twin, idx, targets, step)
-                            for step in STEPS for twin in (copy.deepcopy(model), model.untie())])
-            print(f"{p:<6.3f}{n_loop:3}{model.config.alpha:8.3f}{model.config.beta:8.4f}{kappa / n_loop:11.3f}",
-                  *(f"{tied:13.2e} {untied:.2e}" for tied, untied in zip(changes[-1][::2], changes[-1][1::2])), flush=True)
-        x = torch.tensor(rounds).double().log()
-        y = torch.tensor(changes).double().log()
-        slopes = (x - x.mean()) @ y / (x - x.mean()).square().sum()             # of least squares, (len(STEPS) · 2,)
-        print("slope".ljust(36), *(f"{s:13.2f} {u:8.2f}" for s, u in slopes.view(-1, 2).tolist()))
-        print("expected".ljust(36), *(f"{s:13.2f} {u:8.2f}" for s, u in (power(p) for power in STEPS.values())))
+            row.copy_(torch.tensor([first_step_change(twin, idx, targets, step) for step in steps
+                                    for twin in (copy.deepcopy(model), model.untie())]))
+            print(f"{p:<5.3f}{R:4}{kappa / R:11.3f}" + "".join(f"{change:10.2e}" for change in row), flush=True)
+        x = rounds.log() - rounds.log().mean()
+        slopes = x @ changes.log() / x.square().sum()                           # of least squares
+        expected = 2 - 4 * p, 1 - 4 * p, 1 - 2 * p, 1 - 2 * p, 1 - 3 * p, 1 - 3 * p
+        print(f"{'slope':20}" + "".join(f"{slope:10.2f}" for slope in slopes))
+        print(f"{'expected':20}" + "".join(f"{slope:10.2f}" for slope in expected))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The laws of the project, as tests: `pytest`. Each compares with a value or a computation made another way."""
 import contextlib
 import csv
+import functools
 import hashlib
 import http.server
 import importlib.util
@@ -22,6 +23,7 @@ import threading
 import time
 import urllib.parse
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -556,13 +558,13 @@ def test_windows_stay_in_their_shard_and_are_drawn_in_proportion(tmp_path, monke
     os.makedirs("data/three")
     for i, n in enumerate((50, 8, 200)):                                        # the second is shorter than a window
         prepare.write_shard(f"data/three/three_train_{i}.bin", np.arange(n) + 1000 * i)
-    data = train.open_split("three", "train", 8)
-    assert data[1].tolist() == [42, 0, 192]
-    idx, targets = train.read_windows(data, np.arange(234), 8, 2200, torch.device("cpu"))
+    split = train.Split("three", "train", block_size=8, vocab_size=2200)
+    assert split.counts.tolist() == [42, 0, 192] and split.windows == 234
+    idx, targets = split.read(np.arange(234), torch.device("cpu"))
     assert torch.equal(targets, idx + 1)                                        # consecutive numbers: one shard each
     assert idx[:, 0].tolist() == [*range(42), *range(2000, 2192)]
-    with pytest.raises(ValueError, match="three_train_2.bin holds token 2199"):
-        train.read_windows(data, np.array([3, 233, 5]), 8, 2199, torch.device("cpu"))
+    with pytest.raises(SystemExit, match="three_train_2.bin holds token 2199"):
+        train.Split("three", "train", 8, vocab_size=2199).read(np.array([3, 233, 5]), torch.device("cpu"))
 
 
 def test_a_public_shard_trains_as_it_is(tmp_path):
@@ -797,7 +799,7 @@ BAD_TRAIN_FLAGS = [
     ("--recompute=yes", "recompute"), ("--dataset=nowhere", "python prepare.py --dataset=nowhere"),
     ("--dataset=../..", "dataset=../.. is not the name"), ("--dataset=", "dataset= is not the name"), ("--out_dir=", "out_dir="), ("--resume=True", "no checkpoint"), ("--out_dir=/dev/null/x", "/dev/null/x"),
     ("--block_size=1000000", "block_size=1000000"), ("--eval_only=yes", "eval_only"), ("--num_fewshot=2", "num_fewshot"),
-    ("--eval_only=True", "add --resume=True"), ("--tasks=all", "--eval_only=True"), ("--num_fewshot=1", "--tasks=all"),
+    ("--eval_only=True", "add --resume=True"), ("--tasks=all", "--eval_only=True"), ("--num_fewshot=1", "--tasks=NAMES"),
     ("--eval_only=True --resume=auto", "out holds no checkpoint"), ("--dataset=tasks", "dataset=tasks"),
 ]
 
@@ -1721,274 +1723,203 @@ def test_ctrl_c_does_not_wait_for_a_silent_server(args, name, tmp_path, monkeypa
 
 # ---- downstream tasks ------------------------------------------------------------------------------------------
 
-# Rows in the eight layouts, and the real harness's prompts, scores and accuracies: .harness/make.py tells how it is made.
-HARNESS = {line["task"]: line for line in map(json.loads, open(HERE / ".harness" / "expected.jsonl", encoding="utf-8"))}
+EVAL = ["--resume=True", "--eval_only=True"]
+LONG = "This is longer than the thirty-two bytes that the model reads: a hundred and one, and no word is left out."
+QUESTIONS = [("Which word", ["the", "a statement"], 0), ("", ["x", "y " * 30, "a rather long answer"], 1),
+             (LONG, ["yes", "no", "per" * 11], 1), ("for x in", ["y:", "z"], 0), ("import", ["os", "sys", "re"], 0)]
+TEXTS = [LONG, "x" * 32, "y" * 33, "short"]
+PROMPTS = ["def f(x):\n", "a", LONG]
 
 
-def task_rows(**changed):
-    """The hub's files: the rows of all splits. changed: some task's evaluated rows."""
-    files = {}
-    for task, (_, dataset, config, split) in prepare.TASKS.items():
-        name = f"/rows/{dataset.rpartition('/')[2]}-{config}-"
-        files[name + split], files[name + "train"] = HARNESS[task]["evaluated"], HARNESS[task]["training"]
-        files[name + split] = changed.get(task, files[name + split])
-    return files
+def logits_of(model, ids):
+    """The logits (T, V) in float64 of one sequence, computed by itself and in whole."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), torch.tensor([ids]))[0][0].double()
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+def log_probability(model, context, text):
+    """ln p(text | context), and whether each of its bytes is the likeliest; block_size bytes at a time."""
+    ids, n, T = list((context + text).encode()), len(text), model.config.block_size
+    total, greedy = 0.0, True
+    for begin in range(0, n, T):
+        end = min(begin + T, n)
+        window = ids[:len(ids) - n + end][-T - 1:]
+        logits, targets = logits_of(model, window[:-1])[begin - end:], torch.tensor(window[begin - end:])
+        total += logits.softmax(-1).gather(1, targets[:, None]).log().sum().item()
+        greedy = greedy and torch.equal(logits.argmax(-1), targets)
+    return total, greedy
+
+
+def continuation(model, prompt, n):
+    """n bytes of greedy text without a cache; a full context goes on from its second half."""
+    T, made = model.config.block_size, []
+    context = list(prompt.encode())[-T:]
+    for _ in range(n):
+        made.append(logits_of(model, context)[-1].argmax().item())
+        context.append(made[-1])
+        context = context[-(T // 2):] if len(context) > T else context
+    return bytes(made).decode("utf-8", "replace")
+
+
+def own_task(folder, name, output_type, metrics, rows, **config):
+    """A task in data/tasks/ whose rows (q, a, and c in a choice) lie beside it; the first is the example to show."""
+    files = {"test": f"data/tasks/{name}.jsonl", "train": f"data/tasks/{name}-example.jsonl"}
+    rows = [json.dumps(dict(zip("qac", row))) + "\n" for row in rows]
+    (folder / files["test"]).write_text("".join(rows))
+    (folder / files["train"]).write_text(rows[0])
+    config = dict(task=name, dataset_path="json", dataset_kwargs=dict(data_files=files), test_split="test",
+                  training_split="train", output_type=output_type, doc_to_text="{{q}}", doc_to_target="{{a}}",
+                  metric_list=[dict(metric=m) for m in metrics.split()]) | config
+    (folder / "data" / "tasks" / f"{name}.yaml").write_text(json.dumps(config))     # JSON is YAML, too
+
+
+def choosing(folder, name, questions):
+    rows = [(q, right, choices) for q, choices, right in questions]
+    own_task(folder, name, "multiple_choice", "acc acc_norm", rows, doc_to_choice="{{c}}", doc_to_target="a")
 
 
 @pytest.fixture(scope="session")
-def tasks_data(tmp_path_factory):
-    """A folder with the eight tasks, fetched two rows at a time."""
+def tasks(trained, tmp_path_factory):
+    """A folder with tasks and a checkpoint of weights far from small; the model; two evaluations' words and rows."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     folder = tmp_path_factory.mktemp("tasks")
-    with pytest.MonkeyPatch.context() as patch, serve(task_rows(), patch):
-        patch.chdir(folder)
-        patch.setattr(prepare, "PAGE_ROWS", 2)
-        assert prepare.main(["--dataset=tasks"]) == 0
-    return folder
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    state = torch.load(folder / "out" / "ckpt.pt", weights_only=True)
+    state["model"] = make(**state["config"]).state_dict()
+    torch.save(state, folder / "out" / "ckpt.pt")
+    model = load_checkpoint(folder / "out" / "ckpt.pt")[0]
+    (folder / "data" / "tasks").mkdir()
+    choosing(folder, "choosing", QUESTIONS)
+    own_task(folder, "rolling", "loglikelihood_rolling", "word_perplexity byte_perplexity", [("", t) for t in TEXTS],
+             doc_to_text="")
+    answers = [continuation(model, prompt, 24) for prompt in PROMPTS]
+    stop = next(x for x in answers[0][2:] if x not in answers[1] and x != "\ufffd")
+    rows = [(prompt, answer.split(stop)[0]) for prompt, answer in zip(PROMPTS, answers)] + [(PROMPTS[0], answers[0])]
+    own_task(folder, "answering", "generate_until", "exact_match", rows,
+             generation_kwargs=dict(until=[stop], max_gen_toks=24, do_sample=False))
+    x, greedy = next((x, y) for x in "abcdefghijk" if (y := continuation(model, x, 2)).isascii())
+    rows = [(x, greedy), (x, greedy[0] + "~"), (LONG, "per"), (LONG, "x" * 40), ("", "\ny")]
+    own_task(folder, "following", "loglikelihood", "acc perplexity", rows, target_delimiter="")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("hub"))).items():
+            patch.setenv(name, value)
+        from lm_eval.tasks import TaskManager       # to list lm_eval's own tasks takes ten seconds
+        patch.setattr(TaskManager, "__init__", functools.partialmethod(TaskManager.__init__, include_defaults=False))
+        said = [train_here(folder, *EVAL, "--tasks=choosing,rolling,answering,following", small=()),
+                train_here(folder, *EVAL, "--tasks=following,choosing", "--num_fewshot=1", small=())]
+        yield SimpleNamespace(folder=folder, model=model, said=said, rows=rows_of(folder))
 
 
-@pytest.mark.parametrize("task", HARNESS)
-def test_prompts_are_the_harness(task, tasks_data):
-    assert list(prepare.TASKS) == list(HARNESS)
-    questions = lines_of(tasks_data / "data" / "tasks" / f"{task}.jsonl")
-    for shots in (0, 1):
-        prompts = []
-        for q in questions:
-            contexts = q["context"] if type(q["context"]) is list else [q["context"]] * len(q["choices"])
-            prompts.append([[q["example"] * shots + context, choice] for context, choice in zip(contexts, q["choices"])])
-        assert prompts == HARNESS[task][f"{shots}-shot"]["prompts"]
+@pytest.fixture
+def eval_folder(tasks, tmp_path):
+    shutil.copytree(tasks.folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("eval.csv"))
+    return tmp_path
+
+
+def rows_of(folder):
+    return list(csv.DictReader((folder / "out" / "eval.csv").read_text().splitlines()))
+
+
+def values(rows, task, shots="0"):
+    return {row["metric"]: float(row["value"]) for row in rows if (row["task"], row["num_fewshot"]) == (task, shots)}
 
 
 @pytest.mark.parametrize("shots", [0, 1])
-def test_scores_are_the_harness(shots, tasks_data, monkeypatch):
-    gpt2()
-    spec = importlib.util.spec_from_file_location("make", HERE / ".harness" / "make.py")
-    spec.loader.exec_module(make := importlib.util.module_from_spec(spec))
-    model, here = make.sine_model(), (torch.device("cpu"), contextlib.nullcontext())
-    monkeypatch.chdir(tasks_data)
-    tasks = train.read_tasks(train.Settings(block_size=make.BLOCK_SIZE, resume="True", eval_only=True, tasks="all",
-                                            num_fewshot=shots), "gpt2")
-    scores = train.score_tasks(tasks, model, 300, *here, 0, 1, print)
-    parts = [train.score_tasks(tasks, model, 300, *here, rank, 3, print) for rank in range(3)]
-    assert [sum(part) for part in zip(*parts)] == scores                        # to the last bit, each scored once
-    expected = [part[f"{shots}-shot"] for part in HARNESS.values()]
-    assert scores == pytest.approx([score for part in expected for row in part["scores"] for score in row], abs=1e-4)
-    rows = train.accuracies(tasks, scores)
-    assert rows[:-1] == [(task, len(part["scores"]), pytest.approx(part["accuracy"]), pytest.approx(part["stderr"]))
-                         for task, part in zip(HARNESS, expected)]
-    assert rows[-1][2] == pytest.approx(sum(part["accuracy"] for part in expected) / 8)
-    assert rows[-1][3] == pytest.approx(sum(part["stderr"] ** 2 for part in expected) ** 0.5 / 8)
+def test_choices_are_scored_by_their_probability(shots, tasks):
+    example, right = f"{QUESTIONS[0][0]} {QUESTIONS[0][1][QUESTIONS[0][2]]}\n\n" * shots, []
+    for question, choices, answer in QUESTIONS:
+        scores = [log_probability(tasks.model, example + question or "\n", " " + choice)[0] for choice in choices]
+        normed = [score / len(choice) for score, choice in zip(scores, choices)]
+        right.append([np.argmax(scores) == answer, np.argmax(normed) == answer])
+    assert sorted(map(sum, zip(*right))) == [2, 3]
+    assert values(tasks.rows, "choosing", str(shots)) == dict(zip(("acc", "acc_norm"), np.mean(right, axis=0)))
 
 
-def test_a_score_is_the_sum_of_the_choices_log_probabilities():
-    bytes_, model = prepare.load_tokenizer("bytes"), make(vocab_size=256)
-    for context, choice, ids, n in (("ab \n", "cd", b"ab \ncd", 4), ("x" * 40, " yes", b"x" * 21 + b" yes", 4),
-                                    ("ab", "c" * 40, b"c" * 25, 24), ("", " yes", b"\n yes", 4)):
-        assert train.encode_choice(bytes_, context, choice, 24) == (list(ids), n)
-        with torch.no_grad():
-            logits = model(torch.tensor([list(ids[:-1])]), torch.tensor([list(ids[:-1])]))[0][0]
-        by_hand = sum(logits.log_softmax(-1)[i - 1, ids[i]].item() for i in range(len(ids) - n, len(ids)))
-        batch = [(list(ids), n), (list(b"a longer one, padding"), 3)]
-        score = train.choice_scores(model, batch, torch.device("cpu"), contextlib.nullcontext())[0].item()
-        assert score == pytest.approx(by_hand, abs=1e-4)
+@pytest.mark.parametrize("shots", [0, 1])
+def test_what_follows_is_scored_each_byte_once_and_greedy_if_all_of_it_is(shots, tasks):
+    rows = [json.loads(line) for line in (tasks.folder / "data" / "tasks" / "following.jsonl").read_text().splitlines()]
+    example, results = f"{rows[0]['q']}{rows[0]['a']}\n\n" * shots, []
+    for row in rows:
+        context = (example + row["q"]).rstrip()             # white space belongs to what follows
+        text = (example + row["q"] + row["a"])[len(context):]
+        results.append(log_probability(tasks.model, context or "\n", text if context else text.lstrip("\n")))
+    scores, greedy = zip(*results)
+    assert shots or greedy == (True, False, False, False, False)
+    expected = dict(acc=np.mean(greedy), perplexity=math.exp(-np.mean(scores)))
+    assert values(tasks.rows, "following", str(shots)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_first_of_equal_scores_wins():
-    tasks = {"a": [([None] * 3, label) for label in (0, 1, 2)], "b": [([None] * 2, 1)]}
-    rows = train.accuracies(tasks, [-2.0, -1.0, -1.0] * 3 + [-1.0, -1.0])
-    assert [row[:3] for row in rows] == [("a", 3, 1 / 3), ("b", 1, 0.0), ("mean", 4, 1 / 6)]
-    assert rows[0][3] == pytest.approx(1 / 3) and math.isnan(rows[1][3])
+def test_a_whole_text_is_scored_each_byte_once(tasks):
+    total = sum(log_probability(tasks.model, "\n", text)[0] for text in TEXTS)
+    sizes = dict(word_perplexity=sum(len(text.split()) for text in TEXTS), byte_perplexity=sum(map(len, TEXTS)))
+    expected = {name: math.exp(-total / size) for name, size in sizes.items()}
+    assert values(tasks.rows, "rolling") == pytest.approx(expected, rel=1e-4)
 
 
-def make_task(folder, name, questions):
-    (folder / "data" / "tasks").mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(dict(context=context, choices=choices, label=label, example="Q 3: aaaa\n\n"))
-             for context, choices, label in questions]
-    (folder / "data" / "tasks" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+def test_generated_answers_are_greedy_and_end_at_their_stop(tasks):
+    assert values(tasks.rows, "answering") == dict(exact_match=0.75)            # the last row's has no stop
 
 
-def task_of(table, task):
-    """(examples, accuracy, standard error) in the table that train.py prints."""
-    return [float(x.replace(",", "")) for x in re.search(rf"^{task} +([\d,]+) +([\d.]+) ± (\S+)$", table, re.M).groups()]
+def test_each_evaluation_adds_its_rows_and_prints_their_table(tasks, eval_folder):
+    assert [(row["task"], row["num_fewshot"]) for row in tasks.rows[-2:]] == [("choosing", "1")] * 2
+    assert len(tasks.rows) == 11 and all((row["step"], row["n_loop"]) == ("12", "4") for row in tasks.rows)
+    examples = {row["task"]: int(row["examples"]) for row in tasks.rows}
+    assert examples == dict(choosing=5, rolling=4, answering=4, following=5)
+    acc = tasks.rows[-2]
+    assert float(acc["stderr"]) == pytest.approx((float(acc["value"]) * (1 - float(acc["value"])) / 4) ** 0.5)
+    for text in tasks.said:
+        assert f"validation loss {float(acc['val_loss']):.4f}" in text and "compare with nothing published" in text
+        assert re.search(r"^\|choosing *\|.*\|acc +\|", text, re.M)
+    train_here(eval_folder, *EVAL, "--tasks=rolling", "--n_loop=2", small=())
+    rows = rows_of(eval_folder)
+    assert [row["n_loop"] for row in rows] == ["2"] * 2 and values(rows, "rolling") != values(tasks.rows, "rolling")
 
 
-def test_a_random_model_scores_at_chance(trained, folder):
-    shutil.copytree(trained / "out", folder / "out")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=6)) for _ in range(2000)]
-    make_task(folder, "noise", [(words[i], [" " + word for word in rng.sample(words, 4)], rng.randrange(4))
-                                for i in range(500)])
-    n, accuracy, error = task_of(train_here(folder, "--resume=True", "--eval_only=True", "--tasks=noise"), "noise")
-    assert n == 500 and error == pytest.approx((0.25 * 0.75 / 500) ** 0.5, rel=0.1) and abs(accuracy - 0.25) < 2 * error
-
-
-def test_a_model_that_learned_the_answers_scores_near_one(tmp_path, monkeypatch):
-    letters = random.Random(0).choices("bcdfghklmnpqrstvwxz", k=5000)
-    (tmp_path / "facts.txt").write_text("\n".join(f"{x}: {'low' if x < 'm' else 'high'}" for x in letters))
-    monkeypatch.chdir(tmp_path)
-    assert prepare.main(["--dataset=facts", "--input", "facts.txt"]) == 0
-    make_task(tmp_path, "facts", [(f"{x}:", [" high", " low"], int(x < "m")) for x in letters[:200]])
-    flags = ["--dataset=facts", "--max_steps=200", "--warmup_steps=60", "--eval_interval=200"]
-    train_here(tmp_path, *flags)
-    table = train_here(tmp_path, *flags, "--resume=True", "--eval_only=True", "--tasks=facts")
-    assert task_of(table, "facts")[1] > 0.95, table
-
-
-def test_evaluating_leaves_the_run_alone_and_says_what_it_found(trained, tasks_data, tmp_path):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(tasks_data / "data" / "tasks", tmp_path / "data" / "tasks")
-    before = bytes_in(tmp_path)
-    flags = ["--resume=auto", "--eval_only=True", "--tasks=all", "--num_fewshot=1"]
-    table = train_here(tmp_path, *flags)
-    rows = list(csv.reader((tmp_path / "out" / "eval.csv").read_text().splitlines()))
-    val_loss = float(log_of(tmp_path / "out")[-1][2])
-    assert rows[0] == ["task", "examples", "accuracy", "stderr", "num_fewshot", "step", "val_loss"]
-    assert [row[0] for row in rows[1:]] == [*HARNESS, "mean"]
-    for task, n, accuracy, error, *rest in rows[1:]:
-        assert task_of(table, task) == pytest.approx([int(n), float(accuracy), float(error)], abs=1e-4)
-        assert task == "mean" or int(n) == len(HARNESS[task]["evaluated"])
-        assert rest == ["1", "12", str(val_loss)]
-    assert f"validation loss {val_loss:.4f}" in table and "compare with nothing published" in table
-    after = bytes_in(tmp_path)
-    after.pop("out/eval.csv")
-    assert after == before
-    make_task(tmp_path, "long", [("a", [" b" * 20, " c" * 16, " d"], 1)])
-    assert "2 choices fill block_size=32 alone" in train_here(tmp_path, *flags[:2], "--tasks=long")
-    train_here(tmp_path, "--max_steps=1")                                       # what a fresh run sets aside
-    assert (tmp_path / "out" / "previous-1" / "eval.csv").exists()
-
-
-def test_evaluation_is_shared_among_processes(trained, tasks_data, tmp_path):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(tasks_data / "data" / "tasks", tmp_path / "data" / "tasks")
-    flags = ["--resume=auto", "--eval_only=True", "--tasks=sciq,winogrande"]
-    alone = train_here(tmp_path, *flags)
+@pytest.mark.parametrize("world", [2, 3])
+def test_evaluation_is_shared_among_processes(world, tasks, eval_folder):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    ranks = [start("train.py", *flags, cwd=tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
-                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
+    ranks = [start("train.py", *EVAL, "--tasks=choosing,rolling,answering,following", cwd=eval_folder, MASTER_PORT=port,
+                   RANK=str(rank), LOCAL_RANK=str(rank % 2), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+             for rank in range(world)]        # as on nodes of two
     outs = [process.communicate()[0] for process in ranks]
-    assert outs[0][outs[0].index("step     12"):] == alone[alone.index("step     12"):] and outs[1] == ""
+    assert [process.returncode for process in ranks] == [0] * world and outs[1:] == [""] * (world - 1)
+    assert outs[0][outs[0].index("tasks"):] == tasks.said[0][tasks.said[0].index("tasks"):]
+    assert rows_of(eval_folder) == tasks.rows[:7]
 
 
-@pytest.mark.parametrize("tasks, content, named", [
-    ("nothing", None, "task 'nothing' is none of arc_challenge"), ("../x", None, "task '../x'"), ("piqa,", None, "task ''"),
-    ("sciq", None, "sciq.jsonl does not exist"), ("piqa", b"", "has 0 of 7"), ("piqa", b"{}\n" * 7, "line 1"),
-    ("piqa", b"\xff\n", "piqa.jsonl"), ("own", b"", "own.jsonl is empty"), ("own", b"{", "own.jsonl, line 1"),
-    ("own", b'{"context": "a", "choices": ["b"], "label": 1, "example": "c"}', "label 1"),
-    ("own", b'{"context": "a", "choices": ["b"], "label": "0", "example": "c"}', "label '0'"),
-    ("own", b'{"context": "a", "choices": ["b"], "label": 0}', "'example'"),
-    ("own", b'{"context": ["a"], "choices": ["b", "c"], "label": 0, "example": "c"}', "1 contexts"),
-    ("own", b'{"context": "a", "choices": [""], "label": 0, "example": "c"}', "melts"),
-    ("own", b'{"context": "a", "choices": [3], "label": 0, "example": "c"}', "line 1"),
-])
-def test_broken_tasks_are_one_sentence(tasks, content, named, trained, tasks_data, tmp_path, monkeypatch, capsys):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(tasks_data / "data" / "tasks", tmp_path / "data" / "tasks")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "tasks" / "sciq.jsonl").unlink()
-    if content is not None:
-        (tmp_path / "data" / "tasks" / f"{tasks}.jsonl").write_bytes(content)
-    flags = ["--resume=True", "--eval_only=True", f"--tasks={tasks}", "--num_fewshot=1"]
-    assert named in complaint(train.main, flags, capsys)
+def test_paper_is_its_eight_tasks_and_their_mean(eval_folder):
+    for i, name in enumerate(train.PAPER_TASKS):
+        choosing(eval_folder, name, QUESTIONS[:1 + i % 5])
+    train_here(eval_folder, *EVAL, "--tasks=paper", small=())
+    accuracy = {row["task"]: float(row["value"]) for row in rows_of(eval_folder) if row["metric"] == "acc"}
+    mean = accuracy.pop("paper")
+    assert list(accuracy) == train.PAPER_TASKS and mean == pytest.approx(np.mean(list(accuracy.values())))
 
 
-@pytest.mark.parametrize("plan", [["drop"] * 3, [503, 429, 500], ["chunked"], ["drop", "no range"], ["redirect"]])
-def test_tasks_arrive_whole_from_a_server_that_misbehaves(plan, tasks_data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "PAGE_ROWS", 2)
-    with serve(task_rows(), monkeypatch) as hub:
-        hub.plan = {"ai2_arc-ARC-Easy-test-2": list(plan), "siqa-default-train-0": list(plan)}
-        assert prepare.main(["--dataset=tasks"]) == 0
-        assert not any(hub.plan.values())
-    assert bytes_in(tmp_path / "data" / "tasks") == bytes_in(tasks_data / "data" / "tasks")
+@pytest.mark.parametrize("names, file, text, words", [
+    ("nothing", "", "", "nothing"), ("choosing,", "", "", "tasks=choosing,"),
+    ("following", "following.jsonl", None, "following.jsonl"),
+    ("far", "far.yaml", "{task: far, dataset_path: nobody/nothing, test_split: test}", "nobody/nothing"),
+    ("broken", "broken.yaml", "task: broken\n  x: [", "broken.yaml"), ("choosing", "choosing.jsonl", "{", "Dataset"),
+    ("choosing", "choosing.jsonl", '{"q": "a"}\n', "choosing cannot"), ("choosing", None, None, "pip install lm_eval")])
+def test_what_cannot_be_evaluated_is_one_sentence(names, file, text, words, eval_folder, monkeypatch, capsys):
+    monkeypatch.chdir(eval_folder)
+    if file:
+        Path("data", "tasks", file).write_text(text) if text else Path("data", "tasks", file).unlink()
+    elif file is None:
+        monkeypatch.setitem(sys.modules, "lm_eval", None)       # as if it were not installed
+    before = bytes_in(eval_folder)
+    assert words in complaint(train.main, [*EVAL, f"--tasks={names}"], capsys) and bytes_in(eval_folder) == before
 
 
-def test_tasks_go_on_where_they_stopped(tasks_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "PAGE_ROWS", 2)
-    folder, whole = tmp_path / "data" / "tasks", bytes_in(tasks_data / "data" / "tasks")
-    script = tmp_path / "run.py"
-    script.write_text("import prepare\nprepare.PAGE_ROWS = 2\nprepare.main(['--dataset=tasks'])")
-    with serve(task_rows(), monkeypatch) as hub:
-        hub.plan = {"hellaswag-default-train-2": ["hang"]}
-        process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(HERE)},
-                                   stdout=subprocess.DEVNULL)
-        assert hub.hanging.wait(30)
-        process.kill()
-        process.wait()
-        pages = [path.name for path in folder.glob("raw/*.json")]
-        assert pages and not list(folder.glob("*.json*"))                       # no task's file yet, no meta.json
-    with serve(task_rows(), monkeypatch) as hub:
-        assert prepare.main(["--dataset=tasks"]) == 0
-        assert bytes_in(folder) == whole
-        asked = [entry[1] for entry in hub.log if entry[0] == "GET"]
-        assert len(asked) + len(pages) == sum((len(rows) + 1) // 2 for rows in task_rows().values())    # none twice
-        hub.log = []
-        assert prepare.main(["--dataset=tasks"]) == 0 and "nothing to do" in capsys.readouterr().out and not hub.log
-        (folder / "piqa.jsonl").unlink()
-        assert prepare.main(["--dataset=tasks"]) == 0 and bytes_in(folder) == whole
-        assert {entry[1].split("-")[0] for entry in hub.log} == {"piqa"}
-    folder.joinpath("train.bin").touch()
-    folder.joinpath("meta.json").unlink()
-    assert prepare.main(["--dataset=tasks"]) == 1 and "rename the folder" in capsys.readouterr().err
+def test_a_fault_of_the_model_is_not_told_as_one_of_the_task(eval_folder, monkeypatch):
+    monkeypatch.setattr(GPT, "hidden", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_here(eval_folder, *EVAL, "--tasks=rolling", small=())
 
 
-@pytest.mark.parametrize("task, used", [
-    ("arc_challenge", "question choices answerKey"), ("arc_easy", "question choices answerKey"),
-    ("hellaswag", "activity_label ctx_a ctx_b endings label"), ("openbookqa", "question_stem choices answerKey"),
-    ("piqa", "goal sol1 sol2 label"), ("sciq", "support question distractor1 correct_answer"),
-    ("social_iqa", "context question answerA label"), ("winogrande", "sentence option1 answer")])
-def test_malformed_rows_and_missing_labels_are_one_sentence(task, used, tmp_path, monkeypatch, capsys):
-    row, *others = HARNESS[task]["evaluated"]
-    broken = [{key: value for key, value in row.items() if key != name} for name in used.split()]
-    broken += [{**row, name: value} for name in used.split() for value in (None, [3.5])]
-    if task != "sciq":                                                          # whose labels are all the same
-        broken += [{**row, used.split()[-1]: label} for label in ("", "5", -1)]
-    for wrong in broken + [{**row, "sentence": "no blank"}] * (task == "winogrande"):
-        with pytest.raises(ValueError, match=f"^{prepare.TASKS[task][1]} has a row that is malformed or has no label"):
-            prepare.pose(task, wrong)
-    monkeypatch.chdir(tmp_path)
-    with serve(task_rows(**{task: [*others, broken[0]]}), monkeypatch):
-        assert prepare.main(["--dataset=tasks"]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("prepare.py: ") and error.count("\n") == 1 and "malformed" in error
-        assert not Path("data/tasks", f"{task}.jsonl").exists() and not Path("data/tasks/meta.json").exists()
-
-
-@pytest.mark.parametrize("answer, words", [
-    (b"<html>", "no page of rows"), (b"{}", "no page of rows"), (b'{"rows": [], "num_rows_total": 0}', "0 of 0"),
-    (b'{"rows": [{"row": {}}], "num_rows_total": 3}', "1 of 3"), (b'{"rows": [3], "num_rows_total": 1}', "no page of rows"),
-    (b'{"rows": [{"row": {}, "truncated_cells": ["a"]}], "num_rows_total": 1}', "cut long cells"), (None, "404")])
-def test_pages_that_cannot_be_used_are_one_sentence(answer, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    files = task_rows()
-    del files["/rows/sciq-default-train"]
-    with serve(files | ({"/rows/sciq-default-train-0": answer} if answer is not None else {}), monkeypatch):
-        assert prepare.main(["--dataset=tasks"]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("prepare.py: ") and error.count("\n") == 1 and words in error, error
-    assert not [path for path in Path("data/tasks").iterdir() if path.is_file()]
-
-
-def test_a_source_that_changes_and_no_network_are_one_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    folder = Path("data/tasks/raw")
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(prepare, "PAGE_ROWS", 2)
-    rows = [{"row": row} for row in HARNESS["sciq"]["evaluated"]]
-    (folder / "sciq-test-000002.json").write_text(json.dumps({"rows": rows[:2], "num_rows_total": 4}))
-    with serve(task_rows(), monkeypatch):
-        assert prepare.main(["--dataset=tasks"]) == 1
-        assert re.fullmatch("prepare.py: allenai/sciq changed .* delete .*raw and .*\n", capsys.readouterr().err)
-    shutil.rmtree("data")
-    for server, words in (("http://127.0.0.1:9", "cannot reach http://127.0.0.1:9/rows"),
-                          ("here", "HF_DATASETS_SERVER=here")):
-        monkeypatch.setenv("HF_DATASETS_SERVER", server)
-        assert prepare.main(["--dataset=tasks"]) == 1
-        assert re.fullmatch(f"prepare.py: {words}.*\n", capsys.readouterr().err)
-    assert not Path("data").exists()
+def test_a_text_of_gpt2_follows_end_of_text():
+    scorer = train.Scorer(make(), gpt2(), 64, torch.device("cpu"), contextlib.nullcontext(), print)
+    assert scorer.eot_token_id == 50256 and scorer.tok_encode("<|endoftext|>") != [50256]

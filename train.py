@@ -1,28 +1,34 @@
 """Trains the looped GPT of model.py on token shards that prepare.py made.
 
     python train.py                                            # pydocs, minutes on a laptop
-    torchrun train.py --n_loop=4                               # the same, started by torchrun
     torchrun --nproc_per_node=8 train.py --preset=small        # one node with 8 GPUs
     torchrun train.py --resume=auto                            # go on where the run stopped, or start
-    python train.py --resume=auto --eval_only=True --tasks=all # score the model on the tasks of prepare.py
+    python train.py --resume=True --eval_only=True --tasks=hellaswag       # what lm_eval makes of the model
 
-Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.csv (one row a step); out/eval.csv with
---eval_only=True, which leaves the others alone.
+Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.csv (one row a step); an evaluation leaves
+them alone and appends to out/eval.csv.
 """
+import os
+import signal
+
+if __name__ == "__main__":      # Ctrl-C, also while torch is being imported; training has its own way to stop
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
 import argparse
 import csv
 import glob
+import io
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import sys
+import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -30,13 +36,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from model import GPT, SCALINGS, GPTConfig, load_checkpoint, pick_device
+from prepare import load_tokenizer, prepare_pydocs, read_shard, whole_file
+
 try:
     import fcntl
 except ImportError:     # Windows
     fcntl = None
-
-from model import GPT, SCALINGS, GPTConfig, load_checkpoint, pick_device
-from prepare import TASKS, load_tokenizer, prepare_pydocs, read_shard, whole_file
 
 
 # ---- settings -------------------------------------------------------------------------------------------------
@@ -80,21 +86,23 @@ class Settings:
     log_alignment: bool = flag(False, "at each evaluation, measure the visit alignment kappa")
     dry_run: bool = flag(False, "print what the run would be, and stop")
     eval_only: bool = flag(False, "evaluate the checkpoint in out_dir and leave it as it is")
-    tasks: str = flag("", "with eval_only: downstream tasks, all or some with commas, of data/tasks/<task>.jsonl")
-    num_fewshot: int = flag(0, "solved examples before each question of the tasks", choices=(0, 1))
+    tasks: str = flag("", "with eval_only: tasks of lm_eval or of data/tasks/, with commas; paper: the paper's eight")
+    num_fewshot: int = flag(0, "solved examples before each question of the tasks", least=0)
     keep: int = flag(0, "older checkpoints to keep beside the latest", least=0)
     # machine
     device: str = flag("auto", "auto takes CUDA, else MPS, else the CPU", choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = flag("auto", "of the matrix products; auto takes bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
-    compile: str = flag("auto", "torch.compile for each block; auto on CUDA, and on a CPU for long runs", choices=("auto", "True", "False"))
+    compile: str = flag("auto", "torch.compile for each block; auto on CUDA, and on a CPU for long runs",
+                        choices=("auto", "True", "False"))
     recompute: bool = flag(False, "recompute each visit in the backward pass: memory hardly grows with n_loop")
+    timeout: int = flag(600, "seconds that one of several processes waits for the others", least=1)
 
     def __post_init__(self):
         for f in fields(self):
             value, limits = getattr(self, f.name), f.metadata
             if "choices" in limits and value not in limits["choices"]:
-                raise ValueError(f"{f.name}={value} is none of {', '.join(map(str, limits['choices']))}")
+                raise ValueError(f"{f.name}={value} is none of {', '.join(limits['choices'])}")
             if "least" in limits and not limits["least"] <= value < 2 ** 31:
                 raise ValueError(f"{f.name}={value} is not a number from {limits['least']} to 2^31")
             if "above" in limits and not limits["above"] < value < math.inf:
@@ -104,7 +112,15 @@ class Settings:
         if self.tasks and not self.eval_only:
             raise ValueError(f"tasks={self.tasks} are for a trained model; add --resume=True --eval_only=True")
         if self.num_fewshot and not self.tasks:
-            raise ValueError(f"num_fewshot={self.num_fewshot} has no tasks to show examples of; add --tasks=all")
+            raise ValueError(f"num_fewshot={self.num_fewshot} has no tasks to show examples of; add --tasks=NAMES")
+
+    @property
+    def tokens_per_step(self):
+        return self.batch_size * self.grad_accum * self.block_size
+
+    def gpt_config(self, vocab_size=256):
+        """The shape of the run's model. Raises ValueError for one that cannot be built."""
+        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in MODEL_FLAGS})
 
 
 PAPER = dict(dataset="openwebtext", block_size=1024, max_steps=100_000, learning_rate=1e-3, warmup_steps=2000,
@@ -129,7 +145,7 @@ def configure(argv):
     """(settings, model, checkpoint) of the run that the flags ask for; the latter two are None for a fresh one.
 
     A flag wins over the checkpoint's settings, and those over the preset. Exits with one sentence on a bad flag, on
-    a model flag that contradicts the checkpoint, and if there is no checkpoint where one is asked for.
+    one that contradicts the checkpoint, and if there is no checkpoint where one is asked for.
     """
     parser = argparse.ArgumentParser(prog="train.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS,
@@ -142,73 +158,76 @@ def configure(argv):
                             help=f"{f.metadata['help']} (default: {f.default}{others})")
     given = vars(parser.parse_args(argv))
     try:
-        settings = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
-        found = newest_checkpoint(settings.out_dir) if settings.resume != "False" else None
-        if found is None:
-            if settings.eval_only:
-                raise ValueError(f"eval_only=True, but {settings.out_dir} holds no checkpoint; train one first")
-            if settings.resume == "True":
-                raise ValueError(f"resume=True, but {settings.out_dir} holds no checkpoint; --resume=auto would start")
-            GPTConfig(**{name: getattr(settings, name) for name in MODEL_FLAGS})
-            return settings, None, None
-        model, checkpoint = found
-        checkpoint["settings"].setdefault("scale_lr", False)        # runs older than the switch
-        for name in ("preset", "scale_lr", *MODEL_FLAGS):
-            trained = checkpoint["settings"][name]
-            if given.get(name, trained) != trained and not (settings.eval_only and name == "n_loop"):
-                raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {settings.out_dir}, which has "
-                                 f"{name}={trained}; leave the flag out, or choose another --out_dir")
-        here = dict(out_dir=settings.out_dir, resume=settings.resume)       # where the checkpoint lies now
-        if settings.eval_only:
-            here["compile"] = "False"       # batches of many lengths: each would be compiled anew
-        resumed = Settings(**(checkpoint["settings"] | here | given))
-        GPTConfig(**{name: getattr(resumed, name) for name in MODEL_FLAGS})
-        model.n_loop = resumed.n_loop       # an evaluation may ask for another number of rounds
-        return resumed, model, checkpoint
+        s = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
+        model, checkpoint = newest_checkpoint(s.out_dir) if s.resume != "False" else (None, None)
+        if checkpoint:
+            s = resumed(s, given, checkpoint["settings"])
+            model.n_loop = s.n_loop         # an evaluation may ask for another number of rounds
+        elif s.resume == "True" or s.eval_only:
+            raise ValueError(f"resume={s.resume}, but {s.out_dir} holds no checkpoint; train a model there first")
+        s.gpt_config()
+        return s, model, checkpoint
     except ValueError as error:
         parser.error(str(error))
+
+
+def resumed(s, given, trained):
+    """The settings of a run that goes on, trained with those; raises ValueError for a given flag that contradicts them."""
+    trained = {"scale_lr": False, **trained}        # runs older than that switch did not scale
+    here = dict(out_dir=s.out_dir, resume=s.resume)         # where the checkpoint lies now
+    if s.eval_only:
+        here["compile"] = "False"                   # batches of many lengths: each would be compiled anew
+    try:
+        for name in ("preset", "scale_lr", *MODEL_FLAGS):
+            if given.get(name, trained[name]) != trained[name] and not (s.eval_only and name == "n_loop"):
+                raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {s.out_dir}, which has "
+                                 f"{name}={trained[name]}; leave the flag out, or choose another --out_dir")
+        return Settings(**(trained | here | given))
     except (KeyError, TypeError):
-        parser.error(f"the checkpoint in {settings.out_dir} has other settings than this version of train.py knows")
+        raise ValueError(f"the checkpoint in {s.out_dir} has settings that this version of train.py lacks") from None
 
 
 # ---- data -----------------------------------------------------------------------------------------------------
 
-def open_split(dataset, split, block_size):
-    """A split's shards, memory-mapped, and how many windows of block_size + 1 tokens start in each.
+class Split:
+    """The shards of a dataset's training or validation split, memory-mapped, as windows of block_size + 1 tokens.
 
     Raises ValueError if there is no shard, a broken one, or no window at all.
     """
-    paths = sorted(glob.glob(os.path.join("data", glob.escape(dataset), f"*{split}*.bin")))
-    if not paths:
-        raise ValueError(f"data/{dataset} has no shard *{split}*.bin; delete the folder and make it anew")
-    shards = [read_shard(path) for path in paths]
-    counts = np.array([max(0, len(shard) - block_size) for shard in shards], dtype=np.int64)
-    if counts.sum() == 0:
-        raise ValueError(f"the {split} split in data/{dataset} has at most {max(map(len, shards))} tokens in a row, and "
-                         f"block_size={block_size} needs {block_size + 1}; give it more text or a smaller --block_size")
-    return shards, counts
 
+    def __init__(self, dataset, split, block_size, vocab_size):
+        paths = sorted(glob.glob(os.path.join("data", glob.escape(dataset), f"*{split}*.bin")))
+        if not paths:
+            raise ValueError(f"data/{dataset} has no shard *{split}*.bin; delete the folder and make it anew")
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self.shards = [read_shard(path) for path in paths]
+        self.counts = np.array([max(0, len(shard) - block_size) for shard in self.shards], dtype=np.int64)
+        self.windows = int(self.counts.sum())       # counts: that start in each shard; windows: in all
+        if not self.windows:
+            raise ValueError(f"the {split} split in data/{dataset} has at most {max(map(len, self.shards))} tokens in "
+                             f"a row, and block_size={block_size} needs {block_size + 1}; give it more text or a "
+                             "smaller --block_size")
 
-def read_windows(data, positions, block_size, vocab_size, device):
-    """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order.
+    def read(self, positions, device):
+        """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order.
 
-    Raises ValueError, naming the shard, for a token that is not below vocab_size.
-    """
-    shards, counts = data
-    ends = counts.cumsum()
-    which = np.searchsorted(ends, positions, side="right")
-    starts = positions - (ends - counts)[which]
-    rows = np.empty((len(positions), block_size + 1), dtype=np.uint16)                      # (B, T + 1)
-    for w in np.unique(which):      # one read a shard
-        rows[which == w] = shards[w][starts[which == w, None] + np.arange(block_size + 1)]
-    if rows.max() >= vocab_size:
-        raise ValueError(f"{shards[which[rows.max(axis=1).argmax()]].filename} holds token {rows.max()}, and the vocabulary "
-                         f"ends at {vocab_size - 1}; the file is damaged, or meta.json beside it belongs to other shards")
-    tokens = torch.from_numpy(rows.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()
-    tokens = tokens.to(device, non_blocking=True)
-    return tokens[:, :-1], tokens[:, 1:]
+        Exits, naming the shard, for a token that is not below vocab_size.
+        """
+        ends = self.counts.cumsum()
+        which = np.searchsorted(ends, positions, side="right")
+        starts = positions - (ends - self.counts)[which]
+        rows = np.empty((len(positions), self.block_size + 1), dtype=np.uint16)             # (B, T + 1)
+        for w in np.unique(which):      # one read a shard
+            rows[which == w] = self.shards[w][starts[which == w, None] + np.arange(self.block_size + 1)]
+        if rows.max() >= self.vocab_size:
+            name = self.shards[which[rows.max(axis=1).argmax()]].filename
+            sys.exit(f"train.py: {name} holds token {rows.max()}, and the vocabulary ends at {self.vocab_size - 1}; "
+                     "the file is damaged, or meta.json beside it belongs to other shards")
+        tokens = torch.from_numpy(rows.astype(np.int64))
+        if device.type == "cuda":
+            tokens = tokens.pin_memory()
+        tokens = tokens.to(device, non_blocking=True)
+        return tokens[:, :-1], tokens[:, 1:]
 
 
 def load_meta(dataset):
@@ -230,33 +249,82 @@ def load_meta(dataset):
                          f"folder and make it anew: python prepare.py --dataset={dataset}") from None
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------
+# ---- processes ------------------------------------------------------------------------------------------------
 
-def save(state, out_dir, best, keep):
-    """Writes best.pt, if this is the best, and ckpt.pt; with keep also ckpt-<step>.pt, of which the latest keep + 1 stay.
+class Processes:
+    """This process among those of its run, as torchrun's variables tell; one alone needs none.
 
-    best.pt goes first: after a kill between the two, the run repeats the steps since ckpt.pt and finds its best again.
+    Raises ValueError if they are missing, no numbers, or contradict one another.
     """
-    names = ["best.pt"] * best + [f"ckpt-{state['step']:08d}.pt"] * bool(keep) + ["ckpt.pt"]
-    for name in names:
-        with whole_file(os.path.join(out_dir, name)) as f:
-            torch.save(state, f)
-    if keep:
-        for path in sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt-*.pt")))[:-keep - 1]:
-            os.remove(path)
+
+    def __init__(self):
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+        given = {name: os.environ[name] for name in names if os.environ.get(name)}
+        try:
+            self.rank, self.local_rank, self.world, port = (
+                int(given.get(name, default)) for name, default in zip(names, (0, 0, 1, 1)))
+            told = self.world == 1 or len(given) == len(names)
+            if not (told and 0 <= self.local_rank <= self.rank < self.world and 0 < port < 65536):
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"the environment's {', '.join(f'{name}={given.get(name)}' for name in names)} do not tell "
+                             "this process of several from the others; torchrun sets them, or unset them") from None
+
+    def join(self, device, timeout):
+        """Meets the others. Raises ValueError if they do not come within timeout seconds."""
+        self.device = device
+        if self.world > 1:
+            try:
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+                self.total(0)
+            except RuntimeError as error:
+                raise ValueError(f"process {self.rank} of {self.world} did not meet the others within "
+                                 f"timeout={timeout} seconds: {str(error).splitlines()[0][:99]}") from None
+
+    def say(self, text):
+        """Prints text, on the first process."""
+        if self.rank == 0:
+            try:
+                print(text, flush=True)
+            except OSError:     # a closed pipe or a full disk behind it: the run goes on without
+                sys.stdout = open(os.devnull, "w")
+
+    def total(self, *numbers):
+        """The numbers, each summed over the processes."""
+        if self.world > 1:
+            numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+            dist.all_reduce(numbers)
+            numbers = numbers.tolist()
+        return numbers
+
+    def leave(self, status):
+        """Ends the process; everything must have been written and flushed."""
+        if self.world > 1:
+            self.total(0)       # the first process may still be saving; who leaves early takes the connection down
+            dist.destroy_process_group()
+            os._exit(status)    # without Python's own way out, in which a thread of gloo may still abort the process
+        if status:
+            sys.exit(status)
+
+
+# ---- the folder of a run --------------------------------------------------------------------------------------
+
+# the last three at evaluations: ‖ΔF‖/‖F‖ of the step, kappa_R/R, and kappa of each block's attention and MLP in turn
+LOG_COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "seconds", "hidden_change",
+               "alignment", "kappa")
 
 
 def checkpoints(out_dir):
     """The paths of a run's checkpoints: ckpt.pt, then older ones by falling step, then best.pt; those that exist."""
     older = sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt-*.pt")), reverse=True)
     paths = [os.path.join(out_dir, "ckpt.pt"), *older, os.path.join(out_dir, "best.pt")]
-    return [path for path in paths if os.path.isfile(path)]
+    return [path for path in paths if os.path.lexists(path)]
 
 
 def newest_checkpoint(out_dir):
     """(model, checkpoint) from ckpt.pt or, if that is missing or broken, from the newest whole one beside it.
 
-    None if there is none at all; raises ValueError, naming the first, if there are some and none is whole.
+    (None, None) if there is none at all; raises ValueError, naming the first, if there are some and none is whole.
     """
     errors, whole = [], []
     for path in checkpoints(out_dir):
@@ -270,43 +338,46 @@ def newest_checkpoint(out_dir):
         raise errors[0]
     for error in errors:
         print(f"{error}; taking the newest whole one", file=sys.stderr)
-    return max(whole, key=lambda found: found[1]["step"], default=None)
+    return max(whole, key=lambda found: found[1]["step"], default=(None, None))
 
 
-def lock(out_dir):
-    """An open file that keeps other runs out of out_dir for as long as this process holds it, or None on Windows.
+def open_out_dir(s, num_params, step, say):
+    """Readies out_dir: (log.csv, open for the row of `step`; the lock that keeps other runs out until this one ends).
 
-    Raises ValueError if another run is there. The system drops the lock with the process, however that ends.
+    A fresh run moves an earlier one's files into previous-<n>. Raises ValueError where another run is at work,
+    something else has a file's name, or checkpoints would not fit on the disk.
     """
-    if fcntl is None:
-        return None
-    file = open(os.path.join(out_dir, ".lock"), "w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.makedirs(s.out_dir, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out_dir={s.out_dir} cannot be made ({error.strerror}); choose another") from None
+    lock = open(os.path.join(s.out_dir, ".lock"), "w")
+    try:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"another run is writing to out_dir={out_dir}; let it end, or choose another") from None
+        raise ValueError(f"another run is writing to out_dir={s.out_dir}; let it end, or choose another") from None
     except OSError:         # a file system without locks
         pass
-    return file
-
-
-def set_aside(out_dir, say):
-    """Moves an earlier run's files into out_dir/previous-<n>: a fresh run overwrites nothing."""
-    files = checkpoints(out_dir)
-    if files:
-        files += glob.glob(os.path.join(glob.escape(out_dir), "log.csv"))
-        files += glob.glob(os.path.join(glob.escape(out_dir), "eval.csv"))
-        names = (os.path.join(out_dir, f"previous-{n}") for n in itertools.count(1))
+    files = [os.path.join(s.out_dir, name) for name in ("ckpt.pt", "best.pt", "log.csv", "eval.csv")]
+    for path in files:
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise ValueError(f"{path} is not a regular file, where one of the run belongs; move it away")
+    old = checkpoints(s.out_dir)
+    # weights and two moments in float32: the latest, the best, the kept ones, and one being written
+    count = 3 + bool(s.keep) * (s.keep + 1) - len(old) * (s.resume != "False")
+    need, free = max(1, count) * 12 * num_params, shutil.disk_usage(s.out_dir).free
+    if free < need:
+        raise ValueError(f"out_dir={s.out_dir} has {free / 1e6:,.1f} MB of disk left, and checkpoints need "
+                         f"{need / 1e6:,.1f} MB; make room or choose another")
+    if old and s.resume == "False":
+        names = (os.path.join(s.out_dir, f"previous-{n}") for n in itertools.count(1))
         folder = next(name for name in names if not os.path.exists(name))
         os.makedirs(folder)
-        for path in files:
+        for path in {*old, *filter(os.path.isfile, files)}:
             os.replace(path, os.path.join(folder, os.path.basename(path)))
-        say(f"the run that {out_dir} held is now in {folder}")
-
-
-# the last three at evaluations: ‖ΔF‖/‖F‖ of the step, kappa_R/R, and kappa of each block's attention and MLP in turn
-LOG_COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "seconds", "hidden_change",
-               "alignment", "kappa")
+        say(f"the run that {s.out_dir} held is now in {folder}")
+    return open_log(s.out_dir, step), lock
 
 
 def open_log(out_dir, step):
@@ -321,176 +392,20 @@ def open_log(out_dir, step):
     return open(path, "a", newline="", encoding="utf-8")
 
 
-# ---- downstream tasks -----------------------------------------------------------------------------------------
-
-def encode_choice(tokenizer, context, choice, block_size):
-    """(ids, n): context and choice as at most block_size + 1 tokens, of which the last n are the choice's.
-
-    As lm-evaluation-harness has it: the two are encoded together, and the choice's tokens begin where those of the
-    context, without white space at its end, would end. What does not fit is cut from the left.
-    Raises ValueError for a choice that has no token of its own.
-    """
-    head = tokenizer.encode(context.rstrip())
-    tail = tokenizer.encode(context + choice)[len(head):]
-    if not tail:
-        raise ValueError(f"{choice!r} melts into the last token of {context!r}")
-    ids = ((head or tokenizer.start or tokenizer.encode("\n")) + tail)[-block_size - 1:]
-    return ids, min(len(tail), len(ids) - 1)
-
-
-def read_task(name, num_fewshot, tokenizer, block_size):
-    """The questions of data/tasks/<name>.jsonl: ([(ids, n) of each choice, as from encode_choice], label) of each.
-
-    With num_fewshot=1 the solved example stands before the context. Raises ValueError naming the file and its fault.
-    """
-    path, questions = os.path.join("data", "tasks", f"{name}.jsonl"), []
-    make = "python prepare.py --dataset=tasks"
-    if not re.fullmatch(r"\w[\w.-]*", name) or name not in TASKS and not os.path.isfile(path):
-        raise ValueError(f"task {name!r} is none of {', '.join(TASKS)}, and there is no {path}")
-    try:
-        with open(path, encoding="utf-8") as f:
-            lines = f.readlines()
-        if name in TASKS:
-            with open(os.path.join("data", "tasks", "meta.json"), encoding="utf-8") as f:
-                count = json.load(f)["questions"][name]
-            if len(lines) != count:
-                raise ValueError(f"{path} has {len(lines)} of {count} questions; delete it and make it anew: {make}")
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} does not exist, so the tasks are missing or unfinished; make them with: "
-                         f"{make}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{path} or the meta.json beside it is not what prepare.py wrote; delete both and make them "
-                         f"anew: {make}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            question = json.loads(line)
-            context, choices, label = question["context"], question["choices"], question["label"]
-            contexts = context if isinstance(context, list) else [context] * len(choices)
-            example = question["example"] if num_fewshot else ""
-            if type(label) is not int or not 0 <= label < len(choices) or len(contexts) != len(choices):
-                raise ValueError(f"label {label!r} of {len(choices)} choices with {len(contexts)} contexts")
-            questions.append(([encode_choice(tokenizer, example + context, choice, block_size)
-                               for context, choice in zip(contexts, choices)], label))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}, is not a question with context, choices, label"
-                             f"{' and example' * num_fewshot} ({type(error).__name__}: {error}); delete the file and "
-                             f"make it anew: {make}") from None
-    if not questions:
-        raise ValueError(f"{path} is empty; delete it and make it anew: {make}")
-    return questions
-
-
-def read_tasks(s, tokenizer):
-    """{name: questions} of the tasks that the settings ask for; errors as in read_task and load_tokenizer."""
-    names = list(TASKS) if s.tasks == "all" else dict.fromkeys(s.tasks.split(",")) if s.tasks else []
-    return {name: read_task(name, s.num_fewshot, load_tokenizer(tokenizer), s.block_size) for name in names}
-
-
-@torch.no_grad()
-def choice_scores(model, choices, device, autocast):
-    """The sum (B,) of the log-probabilities, in nats, of the last n of the ids of each of B choices (ids, n)."""
-    B, T = len(choices), max(len(ids) for ids, _ in choices) - 1
-    idx = torch.zeros(B, T, dtype=torch.long)
-    targets = torch.full((B, T), -1)
-    for row, (ids, n) in enumerate(choices):
-        idx[row, :len(ids) - 1] = torch.tensor(ids[:-1])
-        targets[row, len(ids) - 1 - n:len(ids) - 1] = torch.tensor(ids[len(ids) - n:])
-    idx, targets = idx.to(device), targets.to(device)
-    scored = targets >= 0                                                       # (B, T); logits only where they count
-    with autocast:
-        logits = F.linear(model.hidden(idx)[scored], model.wte.weight)          # (all n together, V)
-    losses = torch.zeros(B, T, device=device)
-    losses[scored] = F.cross_entropy(logits.float(), targets[scored], reduction="none")
-    return -losses.sum(1)
-
-
-def score_tasks(tasks, model, batch_tokens, device, autocast, rank, world, say):
-    """The score of every choice of all tasks, {name: questions}, as one list in their order; 0.0 for what another
-    process scores. The longest choices go first, so that the time left is not too short, batch_tokens at a time."""
-    choices = [choice for questions in tasks.values() for answers, _ in questions for choice in answers]
-    order, batches = sorted(range(len(choices)), key=lambda i: -len(choices[i][0])), []
-    while order:
-        size = max(1, batch_tokens // len(choices[order[0]][0]))
-        batches.append(order[:size])
-        order = order[size:]
-    batches = batches[rank::world]
-    scores, done, work = [0.0] * len(choices), 0, sum(len(choices[i][0]) for batch in batches for i in batch)
-    began = shown = time.perf_counter()
-    for batch in batches:
-        sums = choice_scores(model, [choices[i] for i in batch], device, autocast).tolist()
-        for i, score in zip(batch, sums):
-            scores[i] = score
-            done += len(choices[i][0])
-        now = time.perf_counter()
-        if now - shown > 10:
-            shown = now
-            say(f"tasks {done / work:4.0%}  {clock((now - began) / done * (work - done))} left")
-    return scores
-
-
-def accuracies(tasks, scores):
-    """(task, examples, accuracy, standard error) of each task, then of their mean; of equal scores the first wins.
-
-    The error is the sample's standard deviation over the root of its size, and the mean takes tasks as independent.
-    """
-    rows, scores = [], iter(scores)
-    for name, questions in tasks.items():
-        right = 0
-        for answers, label in questions:
-            scored = [next(scores) for _ in answers]
-            right += scored.index(max(scored)) == label
-        n, p = len(questions), right / len(questions)
-        rows.append((name, n, p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan))
-    _, counts, means, errors = zip(*rows)
-    return [*rows, ("mean", sum(counts), sum(means) / len(rows), math.hypot(*errors) / len(rows))]
-
-
-EVAL_COLUMNS = ("task", "examples", "accuracy", "stderr", "num_fewshot", "step", "val_loss")
-
-
-def report(tasks, rows, s, tokenizer, say):
-    """Says the rows of accuracies as a table, and what to think of them."""
-    say(f"{f'{s.num_fewshot}-shot':16}{'examples':>9}  accuracy")
-    for name, n, accuracy, error in rows:
-        say(f"{name:16}{n:9,}  {accuracy:.4f} ± {error:.4f}")
-    full = sum(n == s.block_size for questions in tasks.values() for answers, _ in questions for _, n in answers)
-    if full:
-        say(f"{full:,} choices fill block_size={s.block_size} alone; context, and what they have more, are cut off")
-    if tokenizer == "bytes":
-        say("this model reads bytes: these numbers compare with nothing published")
-
-
-def write_eval(out_dir, rows):
-    """Writes eval.csv with rows of EVAL_COLUMNS. Raises OSError."""
-    with whole_file(os.path.join(out_dir, "eval.csv")) as f:
-        f.write("".join(",".join(map(str, row)) + "\n" for row in (EVAL_COLUMNS, *rows)).encode())
-
-
 # ---- the run --------------------------------------------------------------------------------------------------
-
-def learning_rate_at(step, s):
-    """Linear warmup to s.learning_rate, then a cosine down to a tenth of it at s.max_steps."""
-    if step < s.warmup_steps:
-        return s.learning_rate * (step + 1) / s.warmup_steps
-    done = (step - s.warmup_steps) / max(1, s.max_steps - s.warmup_steps)
-    return s.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
-
 
 def pick_dtype(name, device):
     """The name of the dtype of the matrix products on device; raises ValueError for what it lacks.
 
-    auto is bfloat16 where the hardware multiplies it many times faster than float32: on GPUs from Ampere on, and on CPUs
-    with matrix units (AMX).
+    auto is bfloat16 where the hardware multiplies it many times faster than float32: on GPUs from Ampere on, and on
+    CPUs with matrix units (AMX).
     """
     if name == "float16" and device.type != "cuda":
-        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or bfloat16")
-    if name != "auto":
-        return name
-    if device.type == "cuda":
-        fast = torch.cuda.get_device_capability() >= (8, 0)
-    else:
-        fast = device.type == "cpu" and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
-    return "bfloat16" if fast else "float32"
+        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or "
+                         "bfloat16")
+    fast = {"cuda": lambda: torch.cuda.get_device_capability() >= (8, 0), "mps": lambda: False,
+            "cpu": lambda: getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)}
+    return name if name != "auto" else "bfloat16" if fast[device.type]() else "float32"
 
 
 def matmul_peak(device, dtype):
@@ -505,307 +420,451 @@ def matmul_peak(device, dtype):
     return 2 * n ** 3 / best
 
 
-def describe(model):
-    """The model in one line."""
-    c = model.config
+def describe(s, model):
+    """A run in two lines: its model; its data and cost."""
+    c, tokens = model.config, s.tokens_per_step * s.max_steps
     return (f"{c.scaling}: K={c.n_layer} blocks, R={c.n_loop} rounds, N={c.n_unrolled} visits, alpha={c.alpha:.4g}, "
-            f"beta={c.beta:.4g}; {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP per token")
+            f"beta={c.beta:.4g}; {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP per "
+            f"token\n{s.dataset}: {s.max_steps:,} steps of {s.tokens_per_step:,} tokens, {tokens:,} tokens, "
+            f"{tokens * model.flops_per_token():.3g} FLOPs; checkpoints of {12 * model.num_params() / 1e6:,.0f} MB")
 
 
-def print_plan(s):
-    """What the run of these settings would be; needs no data: without any, the vocabulary is the dataset's usual one."""
+def learning_rate_at(step, s):
+    """Linear warmup to s.learning_rate, then a cosine down to a tenth of it at s.max_steps."""
+    if step < s.warmup_steps:
+        return s.learning_rate * (step + 1) / s.warmup_steps
+    done = (step - s.warmup_steps) / max(1, s.max_steps - s.warmup_steps)
+    return s.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+class Run:
+    """A run: built fresh or as a checkpoint left it, then taken step by step from its data to its checkpoints.
+
+    Raises ValueError or OSError, with a sentence for the user, if it cannot be built.
+    """
+
+    def __init__(self, s, model, checkpoint, processes):
+        self.s, self.processes, self.stopped_by = s, processes, []      # the last: the signal that asks to stop
+        self.device = pick_device(s.device, processes.local_rank)
+        s.dtype = pick_dtype(s.dtype, self.device)      # a choice that a resumed run keeps
+        if s.grad_accum % processes.world and not s.eval_only:
+            raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {processes.world} "
+                             "processes")
+        processes.join(self.device, s.timeout)
+        if processes.rank == 0 and s.dataset == "pydocs" and not os.path.exists("data/pydocs/meta.json"):
+            prepare_pydocs()
+        processes.total(0)                              # the others wait for it
+        self.tokenizer, vocab_size = load_meta(s.dataset)
+        state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0, tokenizer=self.tokenizer)
+        if state["tokenizer"] != self.tokenizer:
+            raise ValueError(f"dataset={s.dataset} has {self.tokenizer} tokens; the checkpoint in {s.out_dir} was "
+                             f"trained on {state['tokenizer']} tokens")
+        if state["step"] > s.max_steps:
+            raise ValueError(f"max_steps={s.max_steps} is less than the {state['step']} steps that the checkpoint in "
+                             f"{s.out_dir} has done; raise it to train on")
+        self.step, self.best_val_loss, self.seconds = state["step"], state["best_val_loss"], state["seconds"]
+        torch.manual_seed(s.seed)
+        self.model = model or GPT(s.gpt_config(vocab_size))
+        self.train_data, self.val_data = (Split(s.dataset, split, s.block_size, self.model.config.vocab_size)
+                                          for split in ("train", "val"))
+        if processes.rank == 0 and not s.eval_only:
+            self.log_file, self.lock = open_out_dir(s, self.model.num_params(), self.step, processes.say)
+        torch.set_float32_matmul_precision("high" if self.device.type == "cuda" else "highest")      # TF32
+        self.model.to(self.device).recompute = s.recompute
+        self.optimizer = self.model.configure_optimizer(s.learning_rate, s.weight_decay, scale_lr=s.scale_lr)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=s.dtype == "float16")
+        if checkpoint:          # its moments; learning rate and weight decay are the settings'
+            self.optimizer.load_state_dict(dict(self.optimizer.state_dict(), state=checkpoint["optimizer"]))
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        self.autocast = torch.autocast(self.device.type, getattr(torch, s.dtype), enabled=s.dtype != "float32")
+        self.compile()
+        self.network = DistributedDataParallel(self.model) if processes.world > 1 else self.model
+
+    def compile(self):
+        """Compiles each block by itself, so that the time it takes does not grow with n_loop, and tries it on a batch.
+
+        Where this machine cannot, it says why and leaves the blocks as they were.
+        """
+        s, kind, blocks = self.s, self.device.type, self.model.blocks
+        long = s.tokens_per_step * s.max_steps * self.model.flops_per_token() > 1e15       # an hour on a CPU
+        if s.compile == "False" or s.compile == "auto" and kind != "cuda" and not (kind == "cpu" and long):
+            return
+        for block in blocks:
+            block.compile()
+        try:
+            with self.autocast:
+                loss = self.model(*self.train_data.read(np.zeros(s.batch_size, int), self.device))[1]
+            loss.backward()
+        except Exception as error:  # no C++ compiler, no Triton, a GPU too old: each has an exception of its own
+            for block in blocks:
+                block._compiled_call_impl = None        # what Module.compile sets; it has no public way back
+            self.processes.say(f"compile is left off: {f'{type(error).__name__}: {error}'.splitlines()[0]}")
+        self.model.zero_grad(set_to_none=True)
+
+    def batches(self, step):
+        """This process's micro-batches of a step; all processes together read the same windows, however many."""
+        rng = np.random.default_rng((self.s.seed, step))
+        positions = rng.integers(self.train_data.windows, size=(self.s.grad_accum, self.s.batch_size))
+        return [self.train_data.read(p, self.device) for p in positions[self.processes.rank::self.processes.world]]
+
+    def take_step(self, batches):
+        """Forward, backward, clip, update: (loss in nats per token, length of the gradient, batches of the next step).
+
+        Exits, with the step not taken, if loss or gradient are not finite.
+        """
+        loss = 0.0
+        for i, (idx, targets) in enumerate(batches):
+            sync = i + 1 == len(batches) or self.processes.world == 1           # gradients meet once a step
+            with nullcontext() if sync else self.network.no_sync():
+                with self.autocast:
+                    micro_loss = self.network(idx, targets)[1] / len(batches)
+                self.scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
+        batches = self.batches(self.step + 1)                                   # while the device computes
+        (loss,), grad_norm = self.processes.total(loss.item() / self.processes.world), grad_norm.item()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm) and not self.scaler.is_enabled():
+            self.not_finite(f"loss {loss}, gradient norm {grad_norm}")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.step, self.s) * group["scale"]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss, grad_norm, batches
+
+    def not_finite(self, found):
+        sys.exit(f"train.py: step {self.step}: {found} at learning rate {learning_rate_at(self.step, self.s):.3g}; the "
+                 "step was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in "
+                 f"{self.s.out_dir} stay")
+
+    def train(self):
+        """Steps to max_steps, or until SIGINT or SIGTERM: the exit status. A second signal ends the process at once."""
+        def on_signal(number, frame):
+            self.stopped_by.append(number)
+            signal.signal(number, signal.SIG_DFL)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+        s, say, first_step, first_seconds = self.s, self.processes.say, self.step, self.seconds
+        peak = self.processes.world * matmul_peak(self.device, getattr(torch, s.dtype))
+        say(f"{describe(s, self.model)}\n{self.processes.world} x {self.device.type} in {s.dtype}, matrix products at "
+            f"{peak / 1e9:,.0f} GFLOP/s; from step {self.step}")
+        batches, stopped = self.batches(self.step), False
+        while not stopped:
+            row = dict(step=self.step)              # it tells of the weights after that many steps
+            if self.step % s.eval_interval == 0 or self.step == s.max_steps:
+                measured = self.validate(batches[0])
+                if measured is None:
+                    break
+                row |= measured
+            if self.step == s.max_steps:
+                self.log(**row, seconds=f"{self.seconds:.3f}")
+                say(f"done: python sample.py --out_dir={s.out_dir}")
+                return 0
+            probe = batches[0][0] if "val_loss" in row and self.processes.rank == 0 else None
+            before = self.hidden(probe)
+            began, lr = time.perf_counter(), learning_rate_at(self.step, s)
+            loss, grad_norm, batches, stopped = self.take_step(batches, lr)
+            took = time.perf_counter() - began
+            self.seconds += took
+            if probe is not None:
+                row["hidden_change"] = ((self.hidden(probe) - before).norm() / before.norm()).item()
+            self.log(**row, train_loss=loss, lr=lr, grad_norm=grad_norm, seconds=f"{self.seconds:.3f}",
+                     tokens_per_s=f"{s.tokens_per_step / took:.1f}")
+            if self.step % s.log_interval == 0 or self.step == first_step + 1:
+                speed = s.tokens_per_step * (self.step - first_step) / (self.seconds - first_seconds)
+                left = round(s.tokens_per_step * (s.max_steps - self.step) / speed)
+                say(f"step {self.step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  "
+                    f"{speed:,.0f} tokens/s  {speed * self.model.flops_per_token() / peak:.0%} of peak  "
+                    f"{timedelta(seconds=left)} left")
+        self.save()
+        say(f"stopped by a signal at step {self.step} and saved; go on with --resume=auto")
+        return 128 + (self.stopped_by or [signal.SIGTERM])[0]       # what follows && must not run on half a model
+
+    def take_step(self, batches, lr):
+        """Forward, backward, clip, update. Exits, with the step not taken, if loss or gradient are not finite.
+
+        Returns the loss (nats per token), the gradient's length, the next step's batches, and if a signal came.
+        """
+        loss = 0.0
+        for i, (idx, targets) in enumerate(batches):
+            sync = i + 1 == len(batches) or self.processes.world == 1           # gradients meet once a step
+            with nullcontext() if sync else self.network.no_sync():
+                with self.autocast:
+                    micro_loss = self.network(idx, targets)[1] / len(batches)
+                self.scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
+        batches = self.batches(self.step + 1)                                   # while the device computes
+        loss, stopped = self.processes.total(loss.item(), len(self.stopped_by))
+        loss, grad_norm = loss / self.processes.world, grad_norm.item()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm) and not self.scaler.is_enabled():
+            self.not_finite(f"loss {loss}, gradient norm {grad_norm}")
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss, grad_norm, batches, bool(stopped)
+
+    def not_finite(self, found):
+        sys.exit(f"train.py: step {self.step}: {found} at learning rate {learning_rate_at(self.step, self.s):.3g}; the "
+                 "step was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in "
+                 f"{self.s.out_dir} stay")
+
+    def batches(self, step):
+        """This process's micro-batches of a step; all processes together read the same windows, however many."""
+        rng = np.random.default_rng((self.s.seed, step))
+        positions = rng.integers(self.train_data.windows, size=(self.s.grad_accum, self.s.batch_size))
+        return [self.train_data.read(p, self.device) for p in positions[self.processes.rank::self.processes.world]]
+
+    def validate(self, batch):
+        """Evaluates, tells and saves. Returns what the log gets, or None if a signal came; exits if not finite."""
+        val_loss = self.evaluate()
+        if val_loss is None:
+            return None
+        if not math.isfinite(val_loss):
+            self.not_finite(f"validation loss {val_loss}")
+        best, row, told = val_loss < self.best_val_loss, dict(val_loss=val_loss), ""
+        self.best_val_loss = min(val_loss, self.best_val_loss)
+        if self.s.log_alignment and self.processes.rank == 0:
+            kappa = self.model.visit_alignment(*batch).flatten()                # (2 K,)
+            row |= dict(alignment=kappa.max().item() / self.model.n_loop, kappa=" ".join(f"{x:.4f}" for x in kappa))
+            told = f"  kappa_R/R {row['alignment']:.3f}"
+        self.processes.say(f"step {self.step:6d}  validation loss {val_loss:.4f} nats per token"
+                           + "  (best so far)" * best + told)
+        self.save(best)
+        return row
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Mean loss over the validation windows, in nats per token; None if a signal cuts it short."""
+        s, data, world = self.s, self.val_data, self.processes.world
+        positions = np.linspace(0, data.windows - 1, min(s.eval_windows, data.windows)).astype(np.int64)
+        loss = 0.0
+        for i in range(self.processes.rank * s.batch_size, len(positions), world * s.batch_size):
+            if self.stopped_by:
+                break
+            idx, targets = data.read(positions[i:i + s.batch_size], self.device)
+            with self.autocast:
+                loss += self.model(idx, targets)[1].item() * len(idx)
+        loss, stopped = self.processes.total(loss, len(self.stopped_by))
+        return None if stopped else loss / len(positions)
+
+    @torch.no_grad()
+    def hidden(self, idx):
+        """The model's final hidden state (B, T, d) of idx; None for None."""
+        return None if idx is None else self.model.hidden(idx)
+
+    def save(self, best=False):
+        """Writes best.pt, if this is the best, and ckpt.pt; with --keep also ckpt-<step>.pt, of which keep + 1 stay.
+
+        best.pt goes first: after a kill between the two, the run repeats the steps since ckpt.pt and finds it again.
+        """
+        if self.processes.rank:
+            return
+        s = self.s
+        os.fsync(self.log_file.fileno())
+        state = dict(step=self.step, model=self.model.state_dict(), optimizer=self.optimizer.state_dict()["state"],
+                     scaler=self.scaler.state_dict(), config=asdict(self.model.config), settings=asdict(s),
+                     tokenizer=self.tokenizer, best_val_loss=self.best_val_loss, seconds=self.seconds)
+        try:
+            for name in ["best.pt"] * best + [f"ckpt-{self.step:08d}.pt"] * bool(s.keep) + ["ckpt.pt"]:
+                with whole_file(os.path.join(s.out_dir, name)) as f:
+                    torch.save(state, f)
+        except (OSError, RuntimeError) as error:    # torch turns a full disk into either
+            reason = error if isinstance(error, OSError) else "is the disk full?"
+            sys.exit(f"train.py: the checkpoint of step {self.step} could not be written ({reason}); those before it "
+                     "stay")
+        if s.keep:
+            for path in sorted(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt-*.pt")))[:-s.keep - 1]:
+                os.remove(path)
+
+    def log(self, **row):
+        """Adds a row of LOG_COLUMNS to log.csv."""
+        if self.processes.rank == 0:
+            csv.DictWriter(self.log_file, LOG_COLUMNS, lineterminator="\n").writerow(row)
+            self.log_file.flush()
+
+
+# ---- downstream tasks -----------------------------------------------------------------------------------------
+
+PAPER_TASKS = ["arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "sciq", "social_iqa", "winogrande"]
+EVAL_COLUMNS = ("step", "n_loop", "num_fewshot", "task", "metric", "filter", "value", "stderr", "examples", "val_loss")
+
+
+class Scorer:
+    """A run's model as lm_eval asks it: the methods of its TemplateLM, of which ask_lm_eval makes a subclass.
+
+    lm_eval sees one process: each of ours builds all requests, answers its share, and learns all answers.
+    """
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.model, self.encoding = run, run.model, load_tokenizer(run.tokenizer)
+        self.busy = False       # a fault while it is busy is the model's, not the task's
+
+    @property
+    def eot_token_id(self):
+        """What stands before a text without context."""
+        return (self.encoding.start or self.encoding.encode("\n"))[0]
+
+    def tok_encode(self, string, **options):
+        return self.encoding.encode(string)
+
+    def share(self, costs, answer):
+        """All requests' answers; answer(numbers) gives those of a batch. costs: the tokens of each, the most first."""
+        from tqdm import tqdm
+        p, limit, batches = self.run.processes, self.run.s.batch_size * self.run.s.block_size, []
+        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            if not batches or (len(batches[-1]) + 1) * costs[batches[-1][0]] > limit:
+                batches.append([])
+            batches[-1].append(i)
+        self.busy, found = True, []
+        for batch in tqdm(batches[p.rank::p.world], "tasks", disable=p.rank > 0 or None, file=sys.__stderr__):
+            found += zip(batch, answer(batch))
+        parts = [found] * p.world
+        if p.world > 1:
+            dist.all_gather_object(parts, found)
+        self.busy = False
+        return [answer for _, answer in sorted(itertools.chain(*parts))]
+
+    def _loglikelihood_tokens(self, requests, **options):
+        """(log-probability in nats, whether greedy decoding gives just that) of each continuation of a context.
+
+        Of both together the last block_size + 1 tokens count.
+        """
+        windows = [((context + tail)[-self.model.config.block_size - 1:], len(tail)) for _, context, tail in requests]
+        return self.share([len(ids) for ids, _ in windows], lambda batch: self.score([windows[i] for i in batch]))
+
+    @torch.no_grad()
+    def score(self, windows):
+        """(log-probability, is it greedy) of the last n ids, those with an id before them, of each window (ids, n)."""
+        rows, scores = [torch.tensor(ids) for ids, _ in windows], []
+        idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :-1].to(self.run.device)       # (B, T)
+        with self.run.autocast:
+            for x, ids, (_, n) in zip(self.model.hidden(idx), rows, windows):   # logits only where they count
+                targets = ids[1:][-n:].to(self.run.device)                                              # (n,)
+                logits = F.linear(x[:len(ids) - 1][-n:], self.model.wte.weight).float()                 # (n, V)
+                scores.append((-F.cross_entropy(logits, targets, reduction="sum").item(),
+                               bool((logits.argmax(-1) == targets).all())))
+        return scores
+
+    def loglikelihood_rolling(self, requests, **options):
+        """The log-probability of each whole text, window by window, each token once."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+        windows = [(i, *make_disjoint_window(window)) for i, request in enumerate(requests) for window in
+                   get_rolling_token_windows(self.tok_encode(request.args[0]), self.eot_token_id,
+                                             self.model.config.block_size, context_len=1)]
+        sums = [0.0] * len(requests)
+        for (i, _, _), (score, _) in zip(windows, self._loglikelihood_tokens(windows)):
+            sums[i] += score
+        return sums
+
+    def generate_until(self, requests, **options):
+        """What follows each prompt, up to the first of its stops."""
+        from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+
+        def follow(i):
+            prompt, options = requests[i].args[0], normalize_gen_kwargs(requests[i].args[1])
+            idx = torch.tensor([self.tok_encode(prompt) or [self.eot_token_id]], device=self.run.device)    # (1, T)
+            torch.manual_seed(i)        # a sample does not depend on which process draws it
+            ids, text = [], ""
+            for token in self.model.generate(idx, options["max_gen_toks"], options.get("temperature", 0.0),
+                                             options.get("top_k") or None):
+                ids.append(token.item())
+                text = self.encoding.decode(ids).decode("utf-8", "replace")
+                if ids[-1] in self.encoding.start or any(stop and stop in text for stop in options["until"]):
+                    break
+            return postprocess_generated_text(text, options["until"], None)
+
+        return self.share([self.run.s.block_size] * len(requests), lambda batch: [follow(i) for i in batch])
+
+
+def ask_lm_eval(run):
+    """lm_eval's results on the tasks, on every process. Exits with one sentence on a task's fault.
+
+    YAML files in data/tasks/ are tasks too, before those of the same name in lm_eval.
+    """
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")     # for standard errors, lm_eval would start this program again
+    run.processes.say(f"tasks {run.s.tasks}: lm_eval reads their data")
+    names, own, quiet, lm = run.s.tasks.split(","), os.path.join("data", "tasks"), io.StringIO(), None
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(quiet), redirect_stderr(quiet):
+        try:
+            from lm_eval import simple_evaluate
+            from lm_eval.api.model import TemplateLM
+            from lm_eval.tasks import TaskManager
+            with open(os.path.join(folder, "paper.yaml"), "w") as f:    # a group, for the mean over the paper's tasks
+                json.dump(dict(group="paper", task=PAPER_TASKS,
+                               aggregate_metric_list=[dict(metric="acc", weight_by_size=False)]), f)
+            manager = TaskManager(include_path=[folder, own], include_defaults=False)
+            if not set(names) <= set(manager.all_subtasks):     # to list its own thousands, lm_eval takes ten seconds
+                manager = TaskManager(include_path=[folder, own])
+            # what lm_eval cannot read, it does not list; asked for by its path, it comes with the reason
+            paths = {name: os.path.join(own, f"{name}.yaml") for name in set(names) - set(manager.all_tasks)}
+            lm = type("Adapter", (Scorer, TemplateLM), {})(run)
+            return simple_evaluate(lm, tasks=[paths.get(name, name) for name in names], task_manager=manager,
+                                   num_fewshot=run.s.num_fewshot, log_samples=False, bootstrap_iters=1000)
+        except ImportError as error:
+            sys.exit(f"train.py: tasks are read and scored by lm-evaluation-harness ({error}): pip install lm_eval")
+        except Exception as error:      # a broken YAML, rows of another layout, no network: there is no end of kinds
+            if lm and lm.busy:
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            sys.exit(f"train.py: tasks={run.s.tasks} cannot be evaluated: {reason}")
+
+
+def evaluate_only(run):
+    """Prints the validation loss and lm_eval's tables of the tasks, whose rows are appended to eval.csv."""
+    s, say = run.s, run.processes.say
+    results = ask_lm_eval(run) if s.tasks else None         # first, so that a misspelt name is told soon
+    val_loss = run.evaluate()
+    say(f"step {run.step:6d}  validation loss {val_loss:.4f} nats per token")
+    if results is None or run.processes.rank:
+        return
+    from lm_eval.utils import make_table
+    for kind in ("results", "groups"):
+        if kind in results:
+            say(make_table(results, kind))
+    if run.tokenizer == "bytes":
+        say("this model reads bytes: these numbers compare with nothing published")
+    rows = []
+    for task, found in results["results"].items():
+        for metric, filter in (key.split(",") for key in found if "," in key and "_stderr," not in key):
+            rows.append((run.step, run.model.n_loop, results["n-shot"].get(task), task, metric, filter,
+                         found[f"{metric},{filter}"], found[f"{metric}_stderr,{filter}"], found["sample_len"], val_loss))
+    with open(os.path.join(s.out_dir, "eval.csv"), "a+", newline="", encoding="utf-8") as f:
+        f.seek(0)
+        if ",".join(EVAL_COLUMNS) not in f.read():
+            rows.insert(0, EVAL_COLUMNS)
+        csv.writer(f, lineterminator="\n").writerows(rows)
+
+
+# ---- the entry ------------------------------------------------------------------------------------------------
+
+def dry_run(s):
+    """Prints what the run would be; needs no data: without any, the vocabulary is the dataset's usual one."""
     try:
         vocab_size = load_meta(s.dataset)[1]
     except ValueError:
         vocab_size = 256 if s.dataset == "pydocs" else 50304
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size, **{name: getattr(s, name) for name in MODEL_FLAGS}))
-    per_step = s.batch_size * s.grad_accum * s.block_size
-    tokens = per_step * s.max_steps
-    print(describe(model))
-    print(f"{s.dataset}: {s.max_steps:,} steps of {per_step:,} tokens, {tokens:,} tokens, "
-          f"{tokens * model.flops_per_token():.3g} FLOPs; checkpoints of {12 * model.num_params() / 1e6:,.0f} MB")
-
-
-def clock(seconds):
-    """Seconds as h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def compile_blocks(model, idx, targets, autocast):
-    """Compiles each block by itself, so that the time it takes does not grow with n_loop, and tries it on one batch.
-
-    Returns None or, with the blocks as they were, the reason why this machine cannot.
-    """
-    for block in model.blocks:
-        block.compile()
-    try:
-        with autocast:
-            loss = model(idx, targets)[1]
-        loss.backward()
-    except Exception as error:      # no C++ compiler, no Triton, a GPU too old for it: each has an exception of its own
-        for block in model.blocks:
-            block._compiled_call_impl = None        # what Module.compile sets; it has no public way back
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    finally:
-        model.zero_grad(set_to_none=True)
-
-
-def leave_group(status):
-    """Ends this process, one of several, with that exit status; everything must have been written and flushed.
-
-    Without Python's own way out, in which a thread of gloo that still lets go of a tensor aborts the process.
-    """
-    dist.barrier()      # the first process may still be saving; who leaves early takes the connection down
-    dist.destroy_process_group()
-    os._exit(status)
+        print(describe(s, GPT(s.gpt_config(vocab_size))))
 
 
 def main(argv=None):
-    rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
-                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))     # torchrun sets them
-    s, model, checkpoint = configure(argv)
-    if s.dry_run:
-        return print_plan(s)
-
-    def say(text):
-        if rank == 0:
-            try:
-                print(text, flush=True)
-            except OSError:     # a closed pipe or a full disk behind it: the run goes on without
-                sys.stdout = open(os.devnull, "w")
-
-    state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0)
+    settings, model, checkpoint = configure(argv)
+    if settings.dry_run:
+        return dry_run(settings)
     try:
-        device = pick_device(s.device, local_rank)
-        s.dtype = pick_dtype(s.dtype, device)       # a choice that a resumed run keeps
-        dtype = getattr(torch, s.dtype)
-        if s.grad_accum % world and not s.eval_only:
-            raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {world} processes")
-        if world > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        if rank == 0 and s.dataset == "pydocs" and not os.path.exists(os.path.join("data", "pydocs", "meta.json")):
-            prepare_pydocs()
-        if world > 1:
-            dist.barrier()
-        tokenizer, vocab_size = load_meta(s.dataset)
-        if state.get("tokenizer", tokenizer) != tokenizer:
-            raise ValueError(f"dataset={s.dataset} has {tokenizer} tokens; the checkpoint in {s.out_dir} was trained on "
-                             f"{state['tokenizer']} tokens")
-        if state["step"] > s.max_steps:
-            raise ValueError(f"max_steps={s.max_steps} is less than the {state['step']} steps that the checkpoint in "
-                             f"{s.out_dir} has done; raise it to train on")
-        train_data, val_data = (open_split(s.dataset, split, s.block_size) for split in ("train", "val"))
-        tasks = read_tasks(s, tokenizer)
-        torch.manual_seed(s.seed)
-        if model is None:
-            model = GPT(GPTConfig(vocab_size, **{name: getattr(s, name) for name in MODEL_FLAGS}))
-        if rank == 0 and not s.eval_only:
-            try:
-                os.makedirs(s.out_dir, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"out_dir={s.out_dir} cannot be made ({error.strerror}); choose another") from None
-            held = lock(s.out_dir)      # to the end of this function
-            for name in ("ckpt.pt", "best.pt", "log.csv"):
-                if os.path.isdir(os.path.join(s.out_dir, name)):
-                    raise ValueError(f"{s.out_dir}/{name} is a folder, where a file of the run belongs; move it away")
-            # weights and two moments in float32: the latest, the best, the kept ones, and one being written
-            files = 3 + bool(s.keep) * (s.keep + 1) - (len(checkpoints(s.out_dir)) if checkpoint else 0)
-            need, free = max(1, files) * 12 * model.num_params(), shutil.disk_usage(s.out_dir).free
-            if free < need:
-                raise ValueError(f"out_dir={s.out_dir} has {free / 1e6:,.1f} MB of disk left, and checkpoints need "
-                                 f"{need / 1e6:,.1f} MB; make room or choose another")
-            if checkpoint is None:
-                set_aside(s.out_dir, say)
-            log_file = open_log(s.out_dir, state["step"])
+        run = Run(settings, model, checkpoint, Processes())
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"train.py: {error}")
-
-    def log(**row):
-        if rank == 0:
-            csv.DictWriter(log_file, LOG_COLUMNS, lineterminator="\n").writerow(row)
-            log_file.flush()
-
-    def read(data, positions):
-        try:
-            return read_windows(data, positions, s.block_size, model.config.vocab_size, device)
-        except ValueError as error:
-            sys.exit(f"train.py: {error}")
-
-    # the model, its optimizer, and where the run stands
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")      # TF32
-    model.to(device).recompute = s.recompute
-    optimizer = model.configure_optimizer(s.learning_rate, s.weight_decay, scale_lr=s.scale_lr)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    step, best_val_loss, seconds = state["step"], state["best_val_loss"], state["seconds"]
-    if checkpoint is not None:      # its moments; learning rate and weight decay are the settings'
-        optimizer.load_state_dict(dict(optimizer.state_dict(), state=checkpoint["optimizer"]))
-        scaler.load_state_dict(checkpoint["scaler"])
-    if not optimizer.defaults["fused"]:
-        say(f"fused AdamW is left off: {device.type} has none")
-    tokens_per_step = s.batch_size * s.grad_accum * s.block_size
-    long = tokens_per_step * s.max_steps * model.flops_per_token() > 1e15       # an hour on a CPU, where compiling costs 20 s
-    if s.compile == "True" or s.compile == "auto" and (device.type == "cuda" or device.type == "cpu" and long):
-        trouble = compile_blocks(model, *read(train_data, np.zeros(s.batch_size, int)), autocast)
-        if trouble:
-            say(f"compile is left off: {trouble}")
-    network = DistributedDataParallel(model) if world > 1 else model
-
-    peak = world * matmul_peak(device, dtype)
-    say(describe(model))
-    say(f"{s.dataset}: {tokens_per_step:,} tokens per step on {world} x {device.type} in {s.dtype}, "
-        f"matrix products at {peak / 1e9:,.0f} GFLOP/s; steps {step} to {s.max_steps}")
-
-    def batches_of(step):
-        """This process's micro-batches of a step; all processes together read the same windows, however many."""
-        rng = np.random.default_rng((s.seed, step))
-        positions = rng.integers(train_data[1].sum(), size=(s.grad_accum, s.batch_size))
-        return [read(train_data, p) for p in positions[rank::world]]
-
-    def total(*numbers):
-        """The numbers, each summed over the processes."""
-        if world > 1:
-            numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
-            dist.all_reduce(numbers)
-            numbers = numbers.tolist()
-        return numbers
-
-    @torch.no_grad()
-    def evaluate():
-        """Mean loss over the validation windows, in nats per token; None if a signal cuts it short."""
-        windows = val_data[1].sum()
-        positions = np.linspace(0, windows - 1, min(s.eval_windows, windows)).astype(np.int64)
-        loss = 0.0
-        for i in range(rank * s.batch_size, len(positions), world * s.batch_size):
-            if stopped_by:
-                break
-            idx, targets = read(val_data, positions[i:i + s.batch_size])
-            with autocast:
-                loss += model(idx, targets)[1].item() * len(idx)
-        loss, stopped = total(loss, len(stopped_by))
-        return None if stopped else loss / len(positions)
-
-    def save_checkpoint(best):
-        if rank == 0:
-            os.fsync(log_file.fileno())
-            state = dict(step=step, model=model.state_dict(), optimizer=optimizer.state_dict()["state"],
-                         scaler=scaler.state_dict(), config=asdict(model.config), settings=asdict(s), tokenizer=tokenizer,
-                         best_val_loss=best_val_loss, seconds=seconds)
-            try:
-                save(state, s.out_dir, best, s.keep)
-            except (OSError, RuntimeError) as error:    # torch turns a full disk into either
-                reason = error if isinstance(error, OSError) else "is the disk full?"
-                sys.exit(f"train.py: the checkpoint of step {step} could not be written ({reason}); those before it stay")
-
-    def not_finite(found):
-        sys.exit(f"train.py: step {step}: {found} at learning rate {learning_rate_at(step, s):.3g}; the step was not taken. "
-                 f"Try a smaller --learning_rate or more --warmup_steps; checkpoints in {s.out_dir} stay")
-
-    stopped_by = []     # the signal that asks to stop, once one has come; a second one ends the process at once
-
-    if s.eval_only:
-        val_loss = evaluate()
-        say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token")
-        if tasks:
-            scores = score_tasks(tasks, model, s.batch_size * s.block_size, device, autocast, rank, world, say)
-            rows = accuracies(tasks, total(*scores))
-            report(tasks, rows, s, tokenizer, say)
-            if rank == 0:
-                write_eval(s.out_dir, [(*row, s.num_fewshot, step, val_loss) for row in rows])
-        if world > 1:
-            leave_group(0)
-        return
-
-    def on_signal(number, frame):
-        stopped_by.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-
-    # the loop: row `step` of the log tells of the weights after `step` steps
-    first, first_seconds, shown = step, seconds, (step, seconds)
-    batches = batches_of(step)
-    finished = stopped = False
-    while not stopped:
-        measured = {}       # what an evaluation adds to the row
-        if step % s.eval_interval == 0 or step == s.max_steps:
-            val_loss = evaluate()
-            if val_loss is None:
-                break
-            if not math.isfinite(val_loss):
-                not_finite(f"validation loss {val_loss}")
-            best = val_loss < best_val_loss
-            if best:
-                best_val_loss = val_loss
-            measured = dict(val_loss=val_loss)
-            if s.log_alignment and rank == 0:
-                kappa = model.visit_alignment(*batches[0]).flatten()            # (2 K,)
-                measured["alignment"] = kappa.max().item() / model.n_loop
-                measured["kappa"] = " ".join(f"{x:.4f}" for x in kappa.tolist())
-            say(f"step {step:6d}  validation loss {val_loss:.4f} nats per token" + "  (best so far)" * best +
-                (f"  kappa_R/R {measured['alignment']:.3f}" if "alignment" in measured else ""))
-            save_checkpoint(best)
-        if step == s.max_steps:
-            log(step=step, seconds=f"{seconds:.3f}", **measured)
-            finished = True
-            break
-
-        if measured and rank == 0:
-            with torch.no_grad():
-                probe = batches[0][0]
-                before = model.hidden(probe)                                    # (B, T, d), float32
-
-        step_began = time.perf_counter()
-        lr = learning_rate_at(step, s)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["scale"]
-        loss = 0.0
-        for i, (idx, targets) in enumerate(batches):
-            more = i + 1 < len(batches)
-            with network.no_sync() if more and world > 1 else nullcontext():    # gradients meet once a step
-                with autocast:
-                    micro_loss = network(idx, targets)[1] / len(batches)
-                scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
-        batches = batches_of(step + 1)                                          # while the device computes
-        loss, stopped = total(loss.item(), len(stopped_by))
-        loss, grad_norm = loss / world, grad_norm.item()
-        if not math.isfinite(loss) or not math.isfinite(grad_norm) and not scaler.is_enabled():
-            not_finite(f"loss {loss}, gradient norm {grad_norm}")
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
-        took = time.perf_counter() - step_began
-        seconds += took
-        if measured and rank == 0:
-            with torch.no_grad():
-                measured["hidden_change"] = ((model.hidden(probe) - before).norm() / before.norm()).item()
-        log(step=step, train_loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=f"{tokens_per_step / took:.1f}",
-            seconds=f"{seconds:.3f}", **measured)
-        step += 1
-        if step % s.log_interval == 0 or step == first + 1:
-            speed = tokens_per_step * (step - shown[0]) / (seconds - shown[1])          # since the last such line
-            shown = step, seconds
-            left = (seconds - first_seconds) / (step - first) * (s.max_steps - step)
-            say(f"step {step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  "
-                f"{speed:,.0f} tokens/s  {speed * model.flops_per_token() / peak:.0%} of peak  {clock(left)} left")
-
-    if finished:
-        say(f"done: python sample.py --out_dir={s.out_dir}")
-    else:
-        save_checkpoint(best=False)
-        say(f"stopped by a signal at step {step} and saved; go on with --resume=auto")
-    status = 0 if finished else 128 + (stopped_by or [signal.SIGTERM])[0]       # what follows && must not run on half a model
-    if world > 1:
-        leave_group(status)
-    if status:
-        sys.exit(status)
+    run.processes.leave((evaluate_only(run) or 0) if settings.eval_only else run.train())
 
 
 if __name__ == "__main__":
@@ -813,15 +872,13 @@ if __name__ == "__main__":
         sys.stdout.reconfigure(errors="backslashreplace")       # a folder's name need not fit the terminal's encoding
     try:
         main()
-    except KeyboardInterrupt:       # before the loop, which has its own way to stop
-        sys.exit(130)
     except OSError as error:        # the log's disk is full, a shard's disk is gone
         sys.exit(f"train.py: {error}")
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             print("train.py: another process of this run ended, and this one with it; go on with --resume=auto",
                   file=sys.stderr, flush=True)
-            os._exit(1)     # as in leave_group
+            os._exit(1)     # as in Processes.leave
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
         sys.exit("train.py: out of memory; try a smaller --batch_size (with more --grad_accum), --recompute=True, "
