@@ -1,6 +1,6 @@
 """Kills a run again and again, and compares it with one left in peace: python .results/kills.py [kills] [steps]
 
-Thirty kills in 2,000 steps take seven minutes on two cores and end with: weights equal: True  log equal: True
+Without numbers, thirty kills in 2,000 steps. It ends with: weights equal: True  log equal: True
 """
 import csv
 import os
