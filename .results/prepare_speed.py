@@ -3,7 +3,6 @@
 The archive and its shards lie in a temporary folder. GPT-2's tokenizer must be within reach (TIKTOKEN_CACHE_DIR).
 """
 import io
-import os
 import random
 import subprocess
 import sys
