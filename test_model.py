@@ -38,6 +38,7 @@ from model import GPT, SCALINGS, GPTConfig, cross_entropy, first_step_change, lo
 HERE = Path(__file__).resolve().parent
 if "TIKTOKEN_CACHE_DIR" not in os.environ and (HERE.parent / "shared" / "tiktoken").is_dir():
     os.environ["TIKTOKEN_CACHE_DIR"] = str(HERE.parent / "shared" / "tiktoken")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""     # the laws are the CPU's; .results/gpu.py is for the other
 torch.set_num_threads(1)    # as in the programs that the tests start, so that sums come out alike
 
 
@@ -797,7 +798,9 @@ BAD_TRAIN_FLAGS = [
     ("--eval_interval=0", "eval_interval=0"), ("--eval_windows=0", "eval_windows=0"), ("--log_interval=0", "log_interval=0"),
     ("--keep=-1", "keep=-1"), ("--device=tpu", "tpu"), ("--dtype=int8", "int8"), ("--compile=1", "compile"),
     ("--recompute=yes", "recompute"), ("--dataset=nowhere", "python prepare.py --dataset=nowhere"),
-    ("--dataset=../..", "dataset=../.. is not the name"), ("--dataset=", "dataset= is not the name"), ("--out_dir=", "out_dir="), ("--resume=True", "no checkpoint"), ("--out_dir=/dev/null/x", "/dev/null/x"),
+    ("--dataset=../..", "dataset=../.. is not the name"), ("--dataset=", "dataset= is not the name"),
+    ("--out_dir=", "out_dir="), ("--resume=True", "no checkpoint"), ("--out_dir=/dev/null/x", "/dev/null/x"),
+    ("--timeout=0", "timeout=0"), ("--scale_lr=1", "scale_lr"),
     ("--block_size=1000000", "block_size=1000000"), ("--eval_only=yes", "eval_only"), ("--num_fewshot=2", "num_fewshot"),
     ("--eval_only=True", "add --resume=True"), ("--tasks=all", "--eval_only=True"), ("--num_fewshot=1", "--tasks=NAMES"),
     ("--eval_only=True --resume=auto", "out holds no checkpoint"), ("--dataset=tasks", "dataset=tasks"),
@@ -819,7 +822,8 @@ def test_train_refuses_a_dataset_that_does_not_describe_itself(meta, folder, mon
     assert "meta.json" in complaint(train.main, ["--max_steps=1"], capsys)
 
 
-@pytest.mark.parametrize("flag", ["--n_loop=5", "--n_embd=64", "--scaling=preln", "--exponent=0.3", "--preset=small"])
+@pytest.mark.parametrize("flag", ["--n_loop=5", "--n_embd=64", "--scaling=preln", "--exponent=0.3", "--preset=small",
+                                  "--scale_lr=True"])
 def test_resume_refuses_another_model(trained, flag, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     name = flag[2:].split("=")[0]
@@ -865,6 +869,56 @@ def test_foreign_checkpoints_are_refused(trained, tmp_path):
     path.write_text("hello")
     with pytest.raises(ValueError, match="ckpt.pt is not a whole checkpoint"):
         load_checkpoint(path)
+
+
+ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+
+
+@pytest.mark.parametrize("variables", [
+    dict(RANK="1"), dict(WORLD_SIZE="2"), ALONE, dict(ALONE, MASTER_PORT="x"), dict(ALONE, MASTER_PORT="0"),
+    dict(ALONE, MASTER_PORT="29500", RANK="2"), dict(ALONE, MASTER_PORT="29500", RANK="-1"),
+    dict(ALONE, MASTER_PORT="29500", LOCAL_RANK="1"), dict(ALONE, MASTER_PORT="29500", WORLD_SIZE="two"),
+    dict(ALONE, MASTER_PORT="29500", LOCAL_RANK=""),
+])
+def test_processes_that_cannot_be_told_apart_are_refused(variables, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    text = complaint(train.main, SMALL, capsys)
+    assert "torchrun" in text and all(f"{name}={value}" in text for name, value in variables.items() if value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_partner_that_never_comes_is_one_sentence(rank, folder):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    process = start("train.py", *SMALL, "--grad_accum=2", "--timeout=2", cwd=folder,
+                    **dict(ALONE, MASTER_PORT=port, RANK=str(rank)))
+    out, err = process.communicate()
+    told = [line for line in err.splitlines() if not line.startswith("[")]      # torch's own lines begin so
+    assert process.returncode == 1 and len(told) == 1 and "timeout=2" in told[0] and "Traceback" not in err
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes among its files")
+@pytest.mark.parametrize("name", ["data/pydocs/meta.json", "data/pydocs/train_000.bin", "out/ckpt.pt"])
+def test_a_pipe_in_a_files_place_is_named_and_not_waited_for(name, trained, folder, monkeypatch, capsys):
+    shutil.copytree(trained / "out", folder / "out")
+    (folder / "out" / "best.pt").unlink()
+    monkeypatch.chdir(folder)
+    os.remove(name)
+    os.mkfifo(name)
+    assert name in complaint(train.main, ["--resume=True"], capsys)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT is not sent so on Windows")
+@pytest.mark.parametrize("program, library", [("model.py", "torch"), ("train.py", "torch"), ("sample.py", "torch"),
+                                              ("prepare.py", "numpy")])
+def test_ctrl_c_during_an_import_is_one_word(program, library, tmp_path):
+    (tmp_path / f"{library}.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    process = start(program, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
 def test_programs_end_with_one_line_and_no_traceback(trained, tmp_path):
