@@ -36,7 +36,9 @@ except ImportError:     # Windows
     fcntl = None
 
 from model import GPT, GPTConfig, load_checkpoint, pick_device
-from prepare import TASKS, load_tokenizer, prepare_pydocs, read_shard, whole_file
+from prepare import load_tokenizer, prepare_pydocs, read_shard, whole_file
+
+TASKS = {}
 
 
 # ---- settings -------------------------------------------------------------------------------------------------
