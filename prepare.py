@@ -26,13 +26,11 @@ import argparse
 import codecs
 import collections
 import contextlib
-import functools
 import hashlib
 import io
 import itertools
 import json
 import multiprocessing
-import platform
 import re
 import shutil
 import stat
@@ -98,7 +96,9 @@ def whole_file(path):
             yield file
         rename_whole(part, path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if error.errno and error.filename in (None, part):  # it is this file's
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         with contextlib.suppress(OSError):
             os.remove(part)
@@ -143,11 +143,10 @@ def read_shard(path):
     return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(count,))
 
 
-NANOGPT = ("What nanoGPT wrote, train.bin and val.bin, becomes data/NAME by: python -c \"import numpy as np, prepare; prepare."
-           "write_dataset('data/NAME', 'gpt2', np.memmap('train.bin', '<u2'), np.memmap('val.bin', '<u2'))\"")
+NANOGPT = ("What nanoGPT wrote, train.bin and val.bin, becomes data/NAME by: python -c \"import numpy as np, prepare; "
+           "prepare.write_dataset('data/NAME', 'gpt2', *([np.memmap(s + '.bin', '<u2', 'r')] for s in prepare.SPLITS))\"")
 
 
-@functools.cache
 def load_tokenizer(name):
     """"bytes" or "gpt2" -> an object with
         .name, .vocab_size
@@ -195,25 +194,20 @@ def say(text, end="\n"):
     print(text.ljust(79) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-def size_of(nbytes):
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
-
-
 def meter(what, total):
     """-> advance(nbytes), which threads may share and which shows now and then how far a long job is."""
-    begin = last = time.monotonic()
-    done, lock = 0, threading.Lock()
+    begin = shown = time.monotonic()
+    done, lock, pause = 0, threading.Lock(), 0.5 if sys.stdout.isatty() else 15
 
     def advance(nbytes):
-        nonlocal done, last
+        nonlocal done, shown
         with lock:
             done, now = done + nbytes, time.monotonic()
-            if now - last < (0.5 if sys.stdout.isatty() else 15) or now - begin < 2:
-                return
-            last, speed = now, max(done, 1) / (now - begin)
-            minutes, seconds = divmod(int(max(total - done, 0) / speed), 60)
-            say(f"{what}: {size_of(done)} of {size_of(total)}, {speed / 1e6:.1f} MB/s, {minutes}:{seconds:02d} left",
-                end="\r" if sys.stdout.isatty() else "\n")
+            if now - shown > pause:
+                shown, speed = now, max(done, 1) / (now - begin)
+                minutes, seconds = divmod(int(max(total - done, 0) / speed), 60)
+                say(f"{what}: {done / 1e9:.3f} of {total / 1e9:.3f} GB, {speed / 1e6:.1f} MB/s, "
+                    f"{minutes}:{seconds:02d} left", end="\r" if sys.stdout.isatty() else "\n")
 
     return advance
 
@@ -268,7 +262,7 @@ def prepare_pydocs(tokenizer="bytes"):
     with whole_file(folder / "manual.txt") as file:
         file.write(("\n\n\n".join(topics[name].rstrip("\n") for name in sorted(topics)) + "\n").encode())
     write_texts(folder, tokenizer, {folder / "manual.txt": "manual.txt"},
-                source=f"pydoc_data.topics of Python {platform.python_version()}")
+                source=f"pydoc_data.topics of Python {sys.version.split()[0]}")
 
 
 def prepare_input(name, given, tokenizer):
@@ -384,7 +378,7 @@ def write_dataset(folder, tokenizer, train, val, **meta):
     tell(folder, meta)
 
 
-# -- downloads: what the big corpora share -------------------------------------------------------------------
+# -- the big corpora: FineWeb-Edu's shards, OpenWebText's archives ---------------------------------------------
 
 def hub_url(source, path):
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -403,8 +397,7 @@ def ask(url, **headers):
     for scheme in ("http://", "https://"):
         session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
     try:
-        return session.get(url, stream=True, timeout=TIMEOUT, allow_redirects=True,
-                               headers={"Accept-Encoding": "identity", **headers})
+        return session.get(url, stream=True, timeout=TIMEOUT, headers={"Accept-Encoding": "identity", **headers})
     except requests.RequestException as error:
         raise OSError(f"cannot reach {url} ({type(error).__name__}); "
                       "the same command goes on where this stopped") from error
@@ -447,8 +440,6 @@ def download(url, path, advance, check=lambda part: None):
         have = bytes_in(part)
         if ended if size is None else have >= size:
             try:
-                if size not in (None, have):
-                    raise ValueError(f"{url} is {size} bytes long, but {have} came")
                 if sha256 not in (None, hashlib.sha256(np.memmap(part)).hexdigest()):
                     raise ValueError(f"{url} arrived damaged: its sha256 is not the announced {sha256}")
                 check(part)
@@ -471,13 +462,11 @@ def announce(folder, downloads, each, disk):
     to_come, need = (max(int(nbytes) - there, 0) for nbytes in (each * len(downloads), disk))
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    say(f"{folder}: {size_of(to_come)} to download; {size_of(need)} of disk needed, {size_of(free)} free")
+    say(f"{folder}: {to_come / 1e9:.3f} GB to download; {need / 1e9:.3f} GB of disk needed, {free / 1e9:.3f} GB free")
     if need > free:
-        raise OSError(f"{folder} needs {size_of(need)} of disk, and only {size_of(free)} are free")
+        raise OSError(f"{folder} needs {need / 1e9:.3f} GB of disk, and only {free / 1e9:.3f} GB are free")
     return to_come
 
-
-# -- FineWeb-Edu ---------------------------------------------------------------------------------------------
 
 def prepare_fineweb_edu(shards):
     """Bring data/fineweb_edu/ to the validation shard and the first `shards` training shards. More may be there."""
@@ -498,21 +487,16 @@ def prepare_fineweb_edu(shards):
     tell(folder, meta)
 
 
-# -- OpenWebText ---------------------------------------------------------------------------------------------
-
 def prepare_openwebtext(subsets, workers, keep_raw):
     """Add subsets, a list of numbers, to data/openwebtext/."""
-    try:
-        import lzma  # noqa: F401
-    except ImportError as error:
-        raise ValueError("this Python was built without lzma, which OpenWebText's archives need") from error
     folder, raw = DATA / "openwebtext", DATA / "openwebtext" / "raw"
     meta, finished = read_meta(folder, **OPENWEBTEXT)
     done = meta.get("subsets", {})
     missing = [f"{subset:02d}" for subset in subsets if f"{subset:02d}" not in done]
     if finished and not missing:
         return tell(folder, meta, f", {len(done)} of {OPENWEBTEXT_SUBSETS} subsets{FINISHED}")
-    load_tokenizer("gpt2")  # fails here rather than after gigabytes
+    import lzma  # noqa: F401: some Pythons have none, and that is to be known before gigabytes have come
+    load_tokenizer("gpt2")
     archives = {subset: raw / f"urlsf_subset{subset}.tar" for subset in missing}
     at_once = len(missing) if keep_raw else 1
     announce(folder, archives.values(), OPENWEBTEXT_BYTES,
@@ -542,7 +526,8 @@ def prepare_openwebtext(subsets, workers, keep_raw):
 
 def tokenize_archive(archive, folder, subset, workers):
     """Write the shards of one archive. -> what meta.json says of it. Raises ValueError if archive is not a whole tar."""
-    counts, val, advance = collections.Counter(), [], meter(f"{archive.name} to tokens", bytes_in(archive))
+    counts, val = collections.Counter(documents=0, left_out=0), []
+    advance = meter(f"{archive.name} to tokens", bytes_in(archive))
 
     def train(file):
         for tokens, n in in_order(tokenize_member, tar_files(file, advance), workers):
@@ -557,10 +542,8 @@ def tokenize_archive(archive, folder, subset, workers):
     except tarfile.TarError as error:
         raise ValueError(f"{archive} is not a whole tar archive ({error}): "
                          "delete it and run the command again") from error
-    documents, left_out = counts.pop("documents", 0), dict(sorted(counts.items()))
-    for kind, n in left_out.items():
-        say(f"{archive.name}: left out {n:,} {kind}")
-    return {"documents": documents, "tokens": tokens, "left_out": left_out}
+    say(f"{archive.name}: left out {counts['left_out']:,} that are empty, broken, not UTF-8, or not regular files")
+    return {"tokens": tokens, **counts}
 
 
 def tar_files(file, advance=lambda nbytes: None):
@@ -581,25 +564,20 @@ def tokenize_member(name, data):
     """One xz member of an archive -> {"train": uint16 array, "val": ...}, counts of documents and of what was left out.
     It depends on its arguments alone: that is why the number of workers does not show."""
     import lzma
-    tokens, counts = {"train": [np.empty(0, np.uint16)], "val": [np.empty(0, np.uint16)]}, collections.Counter()
+    tokens, counts = {split: [np.empty(0, np.uint16)] for split in SPLITS}, collections.Counter()
     try:
-        documents = [] if data is None else list(tar_files(io.BytesIO(lzma.open(io.BytesIO(data)).read(MEMBER_BYTES))))
-        counts["members that are not regular files"] += data is None
+        files = list(tar_files(io.BytesIO(lzma.open(io.BytesIO(data)).read(MEMBER_BYTES))))
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError, OverflowError):
-        # What comes before the damage is left out too: xz finds it only at a block's end.
-        documents, counts["broken xz members"] = [], 1
-    for file, content in documents:
+        files = [(name, None)]  # what comes before the damage is left out too: xz finds it only at a block's end
+    for file, content in files:
         try:
-            text = content and re.sub(r"\n\n\n+", "\n\n", content.decode()).strip()
+            text = re.sub(r"\n\n\n+", "\n\n", (content or b"").decode()).strip()
         except UnicodeDecodeError:
-            counts["documents that are not UTF-8"] += 1
-            continue
+            text = ""
         if text:
             split = "train" if name_hash(f"{name}/{file}") % VAL_ONE_IN else "val"
             tokens[split] += tokens_of([text], load_tokenizer("gpt2"))
-            counts["documents"] += 1
-        else:
-            counts["members that are not regular files" if text is None else "empty documents"] += 1
+        counts["documents" if text else "left_out"] += 1
     return {split: np.concatenate(arrays) for split, arrays in tokens.items()}, counts
 
 
@@ -685,7 +663,7 @@ def main(argv=None):
             prepare_pydocs(args.tokenizer or "bytes")
         return 0
     except ImportError as error:
-        message = f"{error.name} is missing: pip install {error.name}"
+        message = f"{error.name} is missing: pip install {error.name}, or, if it is Python's own, use a Python that has it"
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except (ValueError, MemoryError) as error:
