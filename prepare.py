@@ -230,11 +230,9 @@ def read_meta(folder, **wanted):
     return {}, False
 
 
-def write_meta(folder, meta, finished=True):
-    names = ("meta.json", "progress.json") if finished else ("progress.json", "meta.json")
-    with whole_file(folder / names[0]) as file:
+def write_meta(path, meta):
+    with whole_file(path) as file:
         file.write((json.dumps(meta, indent=1) + "\n").encode())
-    (folder / names[1]).unlink(missing_ok=True)
 
 
 def tell(folder, meta, more=""):
@@ -374,7 +372,7 @@ def write_dataset(folder, tokenizer, train, val, **meta):
     finally:
         shutil.rmtree(new, ignore_errors=True)
     meta = {"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE[tokenizer], **meta, "tokens": tokens}
-    write_meta(folder, meta)
+    write_meta(folder / "meta.json", meta)
     tell(folder, meta)
 
 
@@ -478,12 +476,13 @@ def prepare_fineweb_edu(shards):
         return tell(folder, meta, f", {meta['shards']} training shards{FINISHED}")
     advance = meter(str(folder), announce(folder, urls, FINEWEB_EDU_BYTES, FINEWEB_EDU_BYTES * len(urls)))
     if finished:
-        write_meta(folder, meta, finished=False)
+        rename_whole(folder / "meta.json", folder / "progress.json")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(lambda path: download(urls[path], path, advance, read_shard), urls))
     tokens = {split: [len(read_shard(path)) for path in folder.glob(f"edu_fineweb_{split}_*.bin")] for split in SPLITS}
     meta = {**FINEWEB_EDU, "tokens": {split: sum(tokens[split]) for split in SPLITS}, "shards": len(tokens["train"])}
-    write_meta(folder, meta)
+    write_meta(folder / "progress.json", meta)
+    rename_whole(folder / "progress.json", folder / "meta.json")
     tell(folder, meta)
 
 
@@ -502,7 +501,7 @@ def prepare_openwebtext(subsets, workers, keep_raw):
     announce(folder, archives.values(), OPENWEBTEXT_BYTES,
              OPENWEBTEXT_BYTES * (OPENWEBTEXT_GROWTH * len(missing) + at_once))
     if finished:
-        write_meta(folder, meta, finished=False)
+        rename_whole(folder / "meta.json", folder / "progress.json")
     for shard in folder.glob("openwebtext_*.bin*"):  # an interrupted run's
         if shard.name.split("_")[2] not in done:
             shard.unlink()
@@ -517,11 +516,11 @@ def prepare_openwebtext(subsets, workers, keep_raw):
         meta = {**OPENWEBTEXT, "documents": sum(part["documents"] for part in done.values()),
                 "tokens": {split: sum(part["tokens"][split] for part in done.values()) for split in SPLITS},
                 "subsets": dict(sorted(done.items()))}
-        write_meta(folder, meta, finished=False)
+        write_meta(folder / "progress.json", meta)
         tell(folder, meta, f", {len(done)} of {OPENWEBTEXT_SUBSETS} subsets")
     with contextlib.suppress(OSError):  # kept archives keep it
         raw.rmdir()
-    write_meta(folder, meta)
+    rename_whole(folder / "progress.json", folder / "meta.json")
 
 
 def tokenize_archive(archive, folder, subset, workers):
@@ -643,7 +642,7 @@ def parse_args(argv):
     if args.tokenizer == "bytes" and args.dataset in known[1:]:
         parser.error(f"--tokenizer=bytes does not go with --dataset={args.dataset}, which is gpt2")
     for flag, last in (("workers", 61), ("shards", FINEWEB_EDU_SHARDS)):  # 61: as many as Windows starts
-        if not 1 <= (getattr(args, flag) or 1) <= last: 
+        if getattr(args, flag) not in (None, *range(1, last + 1)):
             parser.error(f"--{flag}={getattr(args, flag)} is not from 1 to {last}")
     return args
 
