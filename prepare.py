@@ -57,7 +57,7 @@ OPENWEBTEXT = {"tokenizer": "gpt2", "vocab_size": 50304, "source": "Skylion007/o
 OPENWEBTEXT_SUBSETS, OPENWEBTEXT_BYTES, OPENWEBTEXT_GROWTH = 21, 630e6, 1.4  # an archive's; shards / archive
 FINEWEB_EDU = {"tokenizer": "gpt2", "vocab_size": 50304, "source": "karpathy/fineweb-edu-100B-gpt2-token-shards",
                "revision": "a33f75d78c7f74236fb03754ec1eb3cc77507d64"}
-FINEWEB_EDU_SHARDS, FINEWEB_EDU_BYTES = 1000, HEADER_BYTES + 2 * SHARD_TOKENS
+FINEWEB_EDU_BYTES = HEADER_BYTES + 2 * SHARD_TOKENS  # of each shard
 
 TIMEOUT = 30  # seconds without a byte
 RETRIES, ATTEMPTS = 8, 6  # of a request, and of a body that breaks off without having come further
@@ -143,8 +143,8 @@ def read_shard(path):
     return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(count,))
 
 
-NANOGPT = ("What nanoGPT wrote, train.bin and val.bin, becomes data/NAME by: python -c \"import numpy as np, prepare; "
-           "prepare.write_dataset('data/NAME', 'gpt2', *([np.memmap(s + '.bin', '<u2', 'r')] for s in prepare.SPLITS))\"")
+NANOGPT = ("nanoGPT's train.bin and val.bin become data/NAME by: python -c \"import numpy, prepare; prepare.write_dataset"
+           "('data/NAME', 'gpt2', *([numpy.memmap(split + '.bin', '<u2', 'r')] for split in prepare.SPLITS))\"")
 
 
 def load_tokenizer(name):
@@ -284,7 +284,7 @@ def prepare_input(name, given, tokenizer):
 
 
 def find_files(given):
-    """-> {file: its name below the given path, so that the place of that does not count}, [what was left out and why]"""
+    """-> {file: its name below the given path, whose own place does not count}, [what was left out, and why]"""
     names, left_out = {}, []
 
     def files_under(folder, known):  # to the bottom, sorted, without hidden ones
@@ -402,7 +402,7 @@ def ask(url, **headers):
 
 
 def announced(answer):
-    """-> (size of the whole file, its sha256) as far as the headers tell, else None. The hub's redirect knows the hash."""
+    """-> (size of the whole file, its sha256) as far as the headers tell, else None. A redirect may know the hash."""
     size = answer.headers.get("Content-Length" if answer.status_code == 200 else "Content-Range", "").rpartition("/")[2]
     etags = [hop.headers.get("X-Linked-Etag") or hop.headers.get("ETag", "") for hop in (*answer.history, answer)]
     sha256 = re.search("[0-9a-f]{64}", " ".join(etags).lower())
@@ -494,7 +494,7 @@ def prepare_openwebtext(subsets, workers, keep_raw):
     missing = [f"{subset:02d}" for subset in subsets if f"{subset:02d}" not in done]
     if finished and not missing:
         return tell(folder, meta, f", {len(done)} of {OPENWEBTEXT_SUBSETS} subsets{FINISHED}")
-    import lzma  # noqa: F401: some Pythons have none, and that is to be known before gigabytes have come
+    import lzma  # some Pythons have none, and GPT-2's files may be missing: that shows before gigabytes have come
     load_tokenizer("gpt2")
     archives = {subset: raw / f"urlsf_subset{subset}.tar" for subset in missing}
     at_once = len(missing) if keep_raw else 1
@@ -524,7 +524,7 @@ def prepare_openwebtext(subsets, workers, keep_raw):
 
 
 def tokenize_archive(archive, folder, subset, workers):
-    """Write the shards of one archive. -> what meta.json says of it. Raises ValueError if archive is not a whole tar."""
+    """Write the shards of one archive. -> what meta.json says of it. Raises ValueError if it is not a whole tar."""
     counts, val = collections.Counter(documents=0, left_out=0), []
     advance = meter(f"{archive.name} to tokens", bytes_in(archive))
 
@@ -546,7 +546,7 @@ def tokenize_archive(archive, folder, subset, workers):
 
 
 def tar_files(file, advance=lambda nbytes: None):
-    """Yield (name, bytes) of what an open tar holds besides folders; None instead of bytes for what is no regular file or
+    """Yield (name, bytes) of what an open tar holds besides folders; None for the bytes of what is no regular file, or
     too large. Raises tarfile.TarError for a tar that is broken or cut."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for entry in tar:
@@ -641,9 +641,9 @@ def parse_args(argv):
             parser.error(f"--{flag} belongs to --dataset={dataset}, not to --dataset={args.dataset}")
     if args.tokenizer == "bytes" and args.dataset in known[1:]:
         parser.error(f"--tokenizer=bytes does not go with --dataset={args.dataset}, which is gpt2")
-    for flag, last in (("workers", 61), ("shards", FINEWEB_EDU_SHARDS)):  # 61: as many as Windows starts
-        if getattr(args, flag) not in (None, *range(1, last + 1)):
-            parser.error(f"--{flag}={getattr(args, flag)} is not from 1 to {last}")
+    for flag in ("workers", "shards"):
+        if getattr(args, flag) not in (None, *range(1, 1001)):  # the hub has 1000 training shards
+            parser.error(f"--{flag}={getattr(args, flag)} is not from 1 to 1000")
     return args
 
 
@@ -652,8 +652,8 @@ def main(argv=None):
     args = parse_args(argv)
     try:
         if args.dataset == "openwebtext":
-            prepare_openwebtext(args.subsets or range(OPENWEBTEXT_SUBSETS),
-                                args.workers or min(os.cpu_count() or 1, 61), args.keep_raw == "True")
+            workers = args.workers or min(os.cpu_count() or 1, 61)  # 61 is as many as Windows starts
+            prepare_openwebtext(args.subsets or range(OPENWEBTEXT_SUBSETS), workers, args.keep_raw == "True")
         elif args.dataset == "fineweb_edu":
             prepare_fineweb_edu(args.shards or 10)
         elif args.input:
@@ -662,7 +662,7 @@ def main(argv=None):
             prepare_pydocs(args.tokenizer or "bytes")
         return 0
     except ImportError as error:
-        message = f"{error.name} is missing: pip install {error.name}, or, if it is Python's own, use a Python that has it"
+        message = f"{error.name} is missing: pip install {error.name}, or use a Python that was built with it"
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except (ValueError, MemoryError) as error:
