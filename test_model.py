@@ -953,10 +953,6 @@ def shard_of(tokens, magic=20240520, version=1, count=None):
     return struct.pack("<256i", magic, version, count, *[0] * 253) + np.asarray(tokens, "<u2").tobytes()
 
 
-def write_shard(path, tokens):
-    Path(path).write_bytes(shard_of(tokens))
-
-
 def tokens_in(folder, split):
     """All tokens of a split, read by the format's description alone."""
     return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in sorted(folder.glob(f"*{split}*.bin"))]
@@ -1050,8 +1046,7 @@ def test_a_file_then_its_name_are_on_the_disk(tmp_path, monkeypatch):
 def test_bytes_tokenizer():
     tokenizer = prepare.load_tokenizer("bytes")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.start) == ("bytes", 256, [])
-    assert tokenizer.encode(UNICODE) == list(UNICODE.encode())
-    assert tokenizer.decode(np.array(tokenizer.encode(UNICODE))) == UNICODE.encode()
+    assert tokenizer.encode(UNICODE) == list(tokenizer.decode(np.array(tokenizer.encode(UNICODE)))) == list(UNICODE.encode())
     assert tokenizer.encode("a\udcff") == [97, 63]
     with pytest.raises(ValueError, match="'words'"):
         prepare.load_tokenizer("words")
@@ -1070,14 +1065,13 @@ def test_gpt2_tokenizer():
     assert tokenizer.decode(np.array(ids, np.uint16)) == UNICODE.encode()
 
 
-@pytest.mark.parametrize("blocks", [1, 7, 10_000])
-def test_a_long_document_is_tokenized_in_pieces_as_if_at_once(blocks, tiny, monkeypatch):
+@pytest.mark.parametrize("blocks", [1, 7, 500])
+def test_a_long_document_is_tokenized_in_pieces_as_if_at_once(blocks, tiny):
     tokenizer, rng = prepare.load_tokenizer("gpt2"), random.Random(0)
-    words = ["a", "wad", "theta", " ", "  ", "\n", "\n\n", "\t", "'s", "d's", "1", "?!", "'", "\x1c", "\u00a0", "东", "，", "🙂"]
+    words = ["a", "wad", "theta", " ", "  ", "\n\n", "\t", "'s", "d's", "1", "?!", "'", "\x1c", "\u00a0", "东", "，", "🙂"]
     text = "".join(rng.choices(words, k=4000))
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 20)
     pieces = list(prepare.tokens_of((text[i:i + blocks] for i in range(0, len(text), blocks)), tokenizer))
-    assert len(pieces) > 100 and max(map(len, pieces)) < 100
+    assert len(pieces) > len(text) / blocks / 9
     assert np.concatenate(pieces).tolist() == [50256] + tiny(text) != [50256] + list(text.encode())
 
 
@@ -1117,7 +1111,7 @@ def test_pydocs_is_the_manual(here):
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_a_text_is_cut_at_nine_tenths_and_read_in_blocks_as_if_at_once(tokenizer, tiny, here, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 3)
+    monkeypatch.setattr(prepare, "BLOCK", 3)
     encode = tiny if tokenizer == "gpt2" else lambda text: list(text.encode())
     for n in range(6):  # the cut falls on every byte of a character
         text = "x" * n + UNICODE * 9 + "🙂" * 60
@@ -1158,7 +1152,7 @@ def make_files(folder, sizes):
         (folder / name).write_bytes(bytes(rng.choice(b"abc de\n") for _ in range(size)))
 
 
-def test_several_texts_are_split_by_document(here):
+def test_several_texts_are_split_by_document(tiny, here):
     sizes = {f"{i % 7}/{i}.txt": 50 + 13 * i for i in range(100)}
     make_files(here / "in", sizes)
     make_files(here / "in", {".hidden": 9, ".git/x": 9, "0/.y": 9})
@@ -1173,6 +1167,12 @@ def test_several_texts_are_split_by_document(here):
     assert json.loads(Path("data/own/meta.json").read_text())["documents"] == 100
     assert sum(sizes.values()) * 0.09 < len(tokens_in(Path("data/own"), "val")) <= sum(sizes.values()) * 0.1
 
+    # A document begins with end-of-text under gpt2.
+    assert prepare.main(["--dataset=gpt2", "--tokenizer=gpt2", "--input", "in"]) == 0
+    for split, names in (("train", set(sizes) - set(val)), ("val", val)):
+        documents = split_documents(tokens_in(Path("data/gpt2"), split))
+        assert documents == [tiny(content[name].decode()) for name in sorted(names)]
+
     make_files(here, {"a": 300, "b": 200, "c": 250})  # none fits into a tenth: the smallest is held out
     assert prepare.main(["--dataset=few", "--input", "a", "b", "c"]) == 0
     assert bytes(tokens_in(Path("data/few"), "val")) == Path("b").read_bytes()
@@ -1183,15 +1183,6 @@ def test_several_texts_are_split_by_document(here):
     assert prepare.main(["--dataset=moved", "--input", "elsewhere", "elsewhere/1/../0/0.txt"]) == 0
     assert tokens_in(Path("data/moved"), "val") == tokens_in(Path("data/own"), "val")
     assert tokens_in(Path("data/moved"), "train") == tokens_in(Path("data/own"), "train")
-
-
-def test_gpt2_documents_begin_with_end_of_text(tiny, here, monkeypatch):
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 50)
-    for name in "abcd":
-        Path(name).write_text(f"{name}: {UNICODE * 20}", encoding="utf-8", newline="")
-    assert prepare.main(["--dataset=own", "--tokenizer=gpt2", "--input", *"abcd"]) == 0
-    both = split_documents(tokens_in(Path("data/own"), "train") + tokens_in(Path("data/own"), "val"))
-    assert sorted(both) == sorted(tiny(Path(name).read_bytes().decode()) for name in "abcd")
 
 
 def test_texts_that_cannot_be_used_are_one_sentence(here, capsys):
@@ -1390,9 +1381,8 @@ def serve(files, monkeypatch):
         server.handle_error = lambda request, address: None  # clients that go away
         server.files, server.plan, server.log = files, {}, []
         server.etag, server.hanging, server.closing = None, threading.Event(), threading.Event()
-        server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setattr(prepare, "BACKOFF", 0)
         try:
@@ -1534,32 +1524,23 @@ def hash_of(name):
 
 
 def tar_of(entries, mode="w"):
-    """{name: bytes or TarInfo} -> a tar's bytes."""
+    """{name: bytes, or the type of an entry that is no file} -> a tar's bytes."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode=mode) as tar:
         for name, content in entries.items():
-            if isinstance(content, tarfile.TarInfo):
-                tar.addfile(content)
-            else:
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+            info = tarfile.TarInfo(name)
+            if content in (tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE):
+                info.type, info.linkname, content = content, "../../evil", b""
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
     return file.getvalue()
-
-
-def link(name, kind=tarfile.SYMTYPE):
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, "../../evil"
-    return info
 
 
 def make_archive(subset, members=5, documents=60):
     """-> a subset's archive in the real layout; [(document's name, text)] to be found in it; number of what is left out."""
     lzma = pytest.importorskip("lzma")
-    rng, good, outer = random.Random(subset), [], {"openwebtext": link("openwebtext", tarfile.DIRTYPE)}
-    words = ["the", "loop", "naïve", "东京", "🙂", "<|endoftext|>", "It's", "1234", "e\u0301", "\r\n",
-             "\n", "\n\n\n", "\n\n\n\n\n", "\n\n", "  "]
-    bad = 0
+    rng, good, outer = random.Random(subset), [], {"openwebtext": tarfile.DIRTYPE}
+    words = ["the", "naïve", "东京", "🙂", "<|endoftext|>", "It's", "1234", "e\u0301", "\r\n", *("\n" * n for n in range(6)), "  "]
     for m in range(members):
         member, inner = f"openwebtext/urlsf_subset{subset:02d}-{m}_data.xz", {}
         for d in range(documents):
@@ -1571,18 +1552,17 @@ def make_archive(subset, members=5, documents=60):
             good.append((f"{member}/{name}", text))
         if m == 1:
             inner |= {"latin.txt": "naïve".encode("latin-1"), "cut.txt": "东".encode()[:2], "empty.txt": b"",
-                      "blank.txt": b" \n\n\n\n ", "link.txt": link("link.txt"),
-                      "device": link("device", tarfile.CHRTYPE), "folder": link("folder", tarfile.DIRTYPE)}
-            bad += 6
+                      "blank.txt": b" \n\n\n\n ", "link.txt": tarfile.SYMTYPE,
+                      "device": tarfile.CHRTYPE, "folder": tarfile.DIRTYPE}
             for name in ("../../evil.txt", "/tmp/evil-prepare.txt"):  # documents like others: names go nowhere
                 inner[name] = b"evil text"
                 good.append((f"{member}/{name}", "evil text"))
         outer[member] = tar_of(inner, "w:xz")
     broken = tar_of({"a.txt": random.Random(3).randbytes(3000).hex().encode()}, "w:xz")
     outer |= {"../../evil": b"no xz", "cut.xz": broken[:-40], "flipped.xz": broken[:800] + b"?" + broken[801:],
-              "empty.xz": b"", "notar.xz": lzma.compress(b"text"), "l": link("l"),
+              "empty.xz": b"", "notar.xz": lzma.compress(b"text"), "l": tarfile.SYMTYPE,
               "cuttar.xz": lzma.compress(tar_of({"a.txt": bytes(2000), "b.txt": b"b"})[:2600])}
-    return tar_of(outer), good, bad + 7
+    return tar_of(outer), good, 6 + 7
 
 
 def split_documents(tokens):
@@ -1601,7 +1581,7 @@ def test_openwebtext_is_what_tiktoken_makes_of_each_document(tiny, here, monkeyp
     owt, folder = "--dataset=openwebtext", Path("data/openwebtext")
     folder.mkdir(parents=True)
     for leftover in ("openwebtext_train_07_000.bin", "openwebtext_val_03_009.bin", "openwebtext_train_00_000.bin.part"):
-        write_shard(folder / leftover, [1, 2, 3])  # an interrupted run's, perhaps of other subsets
+        (folder / leftover).write_bytes(shard_of([1, 2, 3]))  # an interrupted run's, perhaps of other subsets
     with serve(files, monkeypatch) as hub:
         hub.plan = {"urlsf_subset03.tar": [503, "drop", "no range", "redirect"]}
         assert prepare.main([owt, "--subsets=3,0", "--workers=1"]) == 0
@@ -1656,9 +1636,9 @@ def test_broken_archives_are_one_sentence(tiny, here, monkeypatch, capsys):
             Path("data/openwebtext/raw/urlsf_subset00.tar").unlink()
 
 
-def test_one_document_in_two_thousand_goes_to_validation(monkeypatch):
+def test_one_document_in_two_thousand_goes_to_validation():
     rng = random.Random(4)
-    names = [f"openwebtext/urlsf_subset00-{i % 10}_data.xz/{i:07d}-{rng.randrange(1 << 32):x}.txt" for i in range(200_000)]
+    names = [f"urlsf_subset00-{i % 10}_data.xz/{i:07d}-{rng.randrange(1 << 32):x}.txt" for i in range(200_000)]
     chosen = {name for name in names if prepare.name_hash(name) % prepare.VAL_ONE_IN == 0}
     assert 70 < len(chosen) < 130 and chosen == {name for name in names if hash_of(name) % 2000 == 0}
 
