@@ -140,8 +140,8 @@ def read_shard(path):
     return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(count,))
 
 
-NANOGPT = ("nanoGPT's train.bin and val.bin become data/NAME by: python -c \"import numpy, prepare; prepare.write_dataset"
-           "('data/NAME', 'gpt2', *([numpy.memmap(split + '.bin', '<u2', 'r')] for split in prepare.SPLITS))\"")
+NANOGPT = ("nanoGPT's train.bin and val.bin become data/NAME by: python -c \"import numpy as np, prepare; prepare."
+           "write_dataset('data/NAME', 'gpt2', *([np.memmap(s + '.bin', '<u2', 'r')] for s in prepare.SPLITS))\"")
 
 
 def load_tokenizer(name):
@@ -582,9 +582,11 @@ def in_order(function, jobs, workers):
     try:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
             while batch := list(itertools.islice(jobs, 32 * workers)):
-                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the processes that start here
+                if os.name != "nt":  # Ctrl-C waits; a process that starts here takes this over, and never hears it
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                 results = pool.map(function, *zip(*batch))
-                signal.signal(signal.SIGINT, handler)
+                if os.name != "nt":
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
                 yield from results
     except BrokenExecutor as error:
         raise OSError("a worker process died, perhaps for want of memory: try fewer --workers; "
@@ -592,7 +594,7 @@ def in_order(function, jobs, workers):
 
 
 def start_worker():
-    """Ctrl-C is the parent's to handle; and a worker whose parent was killed would wait for ever."""
+    """Ctrl-C is the parent's to handle, on Windows too; and a worker whose parent was killed would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 

@@ -918,7 +918,7 @@ def tiny(tmp_path_factory, monkeypatch):
     plugins = tmp_path_factory.mktemp("tiny")
     (plugins / "tiktoken_ext").mkdir()
     (plugins / "tiktoken_ext" / "openai_public.py").write_text(TINY)  # found before tiktoken's own
-    monkeypatch.setenv("PYTHONPATH", f"{plugins}{os.pathsep}{HERE}")
+    monkeypatch.setenv("PYTHONPATH", f"{plugins}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(sys, "path", [str(plugins), *sys.path])  # a worker process has its parent's
     exec(TINY, made := {})
     encoding = tiktoken.Encoding(**made["gpt2"]())
@@ -928,15 +928,15 @@ def tiny(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty working folder."""
+    """An empty working folder, whose programs find ours."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     return tmp_path
 
 
-def command(*args, cwd, **env):
-    """Run prepare.py as a user does."""
-    return subprocess.run([sys.executable, str(HERE / "prepare.py"), *map(str, args)], cwd=cwd, text=True,
-                          capture_output=True, env={**os.environ, **env}, timeout=60)
+def python(*args, **env):
+    return subprocess.run([sys.executable, *map(str, args)], text=True, capture_output=True, timeout=60,
+                          env={**os.environ, **env})
 
 
 def refused(args, capsys):
@@ -987,17 +987,16 @@ def test_a_shard_that_fails_is_named(tmp_path):
             prepare.read_shard(path)
 
 
-def test_nanogpts_shards_come_in_by_the_command_that_their_refusal_names(tmp_path):
+def test_nanogpts_shards_come_in_by_the_command_that_their_refusal_names(here):
     rng = np.random.default_rng(1)
     for split, n in (("train", 1000), ("val", 100)):
-        rng.integers(0, 50257, n).astype("<u2").tofile(tmp_path / f"{split}.bin")
+        rng.integers(0, 50257, n).astype("<u2").tofile(f"{split}.bin")
     with pytest.raises(ValueError, match="nanoGPT.*python -c ") as refused:
-        prepare.read_shard(tmp_path / "train.bin")
-    line = str(refused.value).partition("by: ")[2].replace("NAME", "mine")
-    subprocess.run(line, shell=True, cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": str(HERE)})
+        prepare.read_shard("train.bin")
+    subprocess.run(str(refused.value).partition("by: ")[2].replace("NAME", "mine"), shell=True, check=True)
     for split in ("train", "val"):
-        assert tokens_in(tmp_path / "data/mine", split) == np.fromfile(tmp_path / f"{split}.bin", "<u2").tolist()
-    meta = json.loads((tmp_path / "data/mine/meta.json").read_text())
+        assert tokens_in(Path("data/mine"), split) == np.fromfile(f"{split}.bin", "<u2").tolist()
+    meta = json.loads(Path("data/mine/meta.json").read_text())
     assert meta == {"tokenizer": "gpt2", "vocab_size": 50304, "tokens": {"train": 1000, "val": 100}}
 
 
@@ -1006,17 +1005,16 @@ def test_what_is_no_file_is_named_and_never_waited_for(here):
     for name in ("data/a/meta.json", "data/b/train_000.bin"):
         Path(name).parent.mkdir(parents=True)
         os.mkfifo(name)
-    read = [sys.executable, "-c", "import sys, prepare; prepare.read_shard(sys.argv[1])"]
     for path in ("data/b/train_000.bin", "data", "/dev/zero"):
-        run = subprocess.run([*read, path], env={**os.environ, "PYTHONPATH": str(HERE)}, text=True, capture_output=True,
-                             timeout=60)
+        run = python("-c", "import sys, prepare; prepare.read_shard(sys.argv[1])", path)
         assert run.stderr.endswith(f"ValueError: {path} is not a regular file\n")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")
-    for dataset, path, named in [("a", HERE / "prepare.py", "data/a/meta.json is not"), ("b", "socket", "socket is not a"),
+    for dataset, path, named in [("a", HERE / "prepare.py", "data/a/meta.json is not"),
+                                 ("b", "socket", "socket is not a regular file"),
                                  ("b", "data/b/train_000.bin", "train_000.bin is not a regular file"),
                                  ("b", "/dev/null", "/dev/null is not a regular file"), ("b", "gone", "gone: ")]:
-        run = command(f"--dataset={dataset}", "--input", path, cwd=here)
+        run = python(HERE / "prepare.py", f"--dataset={dataset}", "--input", path)
         assert run.returncode == 1 and run.stderr.count("\n") == 1 and named in run.stderr, run.stderr
 
 
@@ -1046,7 +1044,8 @@ def test_a_file_then_its_name_are_on_the_disk(tmp_path, monkeypatch):
 def test_bytes_tokenizer():
     tokenizer = prepare.load_tokenizer("bytes")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.start) == ("bytes", 256, [])
-    assert tokenizer.encode(UNICODE) == list(tokenizer.decode(np.array(tokenizer.encode(UNICODE)))) == list(UNICODE.encode())
+    ids = list(UNICODE.encode())
+    assert tokenizer.encode(UNICODE) == ids and tokenizer.decode(np.array(ids)) == UNICODE.encode()
     assert tokenizer.encode("a\udcff") == [97, 63]
     with pytest.raises(ValueError, match="'words'"):
         prepare.load_tokenizer("words")
@@ -1075,24 +1074,22 @@ def test_a_long_document_is_tokenized_in_pieces_as_if_at_once(blocks, tiny):
     assert np.concatenate(pieces).tolist() == [50256] + tiny(text) != [50256] + list(text.encode())
 
 
-def test_missing_gpt2_files_are_one_sentence(tmp_path):
-    offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
-    run = command("--tokenizer=gpt2", cwd=tmp_path, **offline)
+def test_missing_gpt2_files_are_one_sentence(here):
+    run = python(HERE / "prepare.py", "--tokenizer=gpt2", TIKTOKEN_CACHE_DIR="none", HTTPS_PROXY="http://127.0.0.1:9",
+                 NO_PROXY="")
     assert run.returncode == 1 and run.stderr.count("\n") == 1 and "TIKTOKEN_CACHE_DIR" in run.stderr
 
 
-def test_import_takes_only_numpy(tmp_path):
-    blocked = "requests tiktoken lzma pydoc_data torch urllib3".split()
-    code = (f"import sys\nfor name in {blocked}: sys.modules[name] = None\n"
+@pytest.mark.parametrize("hidden", ["pydoc_data", "lzma"])
+def test_import_takes_only_numpy(hidden, here):
+    Path("a.txt").write_text("hello, world, hello, world")
+    code = ("import sys\n"
+            f"for name in ('requests', 'tiktoken', 'lzma', 'torch', 'urllib3', '{hidden}'): sys.modules[name] = None\n"
             "import prepare\nprepare.main(['--dataset=own', '--input', 'a.txt'])\n"
             "sys.exit(prepare.main([]) or prepare.main(['--dataset=openwebtext']))")
-    (tmp_path / "a.txt").write_text("hello, world, hello, world")
-    for hidden, sentence in (("pydoc_data", "manual"), ("lzma", "lzma")):
-        names = code if hidden == "pydoc_data" else code.replace("'pydoc_data', ", "")
-        run = subprocess.run([sys.executable, "-c", names], cwd=tmp_path, text=True, capture_output=True,
-                             env={**os.environ, "PYTHONPATH": str(HERE)})
-        assert (tmp_path / "data/own/meta.json").exists()
-        assert run.returncode == 1 and run.stderr.count("\n") == 1 and sentence in run.stderr, run.stderr
+    run = python("-c", code)
+    assert Path("data/own/meta.json").exists() and run.returncode == 1
+    assert run.stderr.count("\n") == 1 and {"pydoc_data": "manual", "lzma": "lzma"}[hidden] in run.stderr, run.stderr
 
 
 def test_pydocs_is_the_manual(here):
@@ -1121,7 +1118,7 @@ def test_a_text_is_cut_at_nine_tenths_and_read_in_blocks_as_if_at_once(tokenizer
         for split, part in (("train", head), ("val", text[len(head):])):
             assert tokens_in(Path(f"data/d{n}"), split) == [50256] * (tokenizer == "gpt2") + encode(part)
     data = text.encode()
-    for place in (0, 1, 2, 3, len(data) // 2, len(data) * 9 // 10, len(data) - 1):  # a fault is named as if at once, too
+    for place in (0, 1, 2, 3, len(data) // 2, len(data) * 9 // 10, len(data) - 1):  # a fault is named as at once
         for fault in (b"\xff", b"\xe4\xb8", b"\xf0\x9f\x99"):
             bad = data[:place] + fault + data[place:]
             Path("bad.txt").write_bytes(bad)
@@ -1140,8 +1137,8 @@ def test_a_large_text_is_prepared_in_flat_memory(here):
     peaks = []  # measured from a small process: a child's peak is never below what its parent has
     for lines in (1, 4_000_000):
         Path("a.txt").write_bytes(b"some text, with lines in it\n" * lines)
-        run = [sys.executable, "-c", code, HERE / "prepare.py", f"--dataset=d{lines}", "--input", "a.txt"]
-        peaks.append(int(subprocess.check_output(run).split()[-1]))
+        run = python("-c", code, HERE / "prepare.py", f"--dataset=d{lines}", "--input", "a.txt")
+        peaks.append(int(run.stdout.split()[-1]))
     assert peaks[1] - peaks[0] < 60e6  # of 112 MB
 
 
@@ -1186,7 +1183,7 @@ def test_several_texts_are_split_by_document(tiny, here):
 
 
 def test_texts_that_cannot_be_used_are_one_sentence(here, capsys):
-    for name, content in {"bad": b"abc\xe4\xb8def", "empty": b"", "x": b"x", "ok": b"long enough to be cut in two"}.items():
+    for name, content in [("bad", b"abc\xe4\xb8def"), ("empty", b""), ("x", b"x"), ("ok", b"enough to cut in two")]:
         Path(name).write_bytes(content)
     os.mkdir("nothing")
     for paths, words in [(["bad"], ["bad", "UTF-8", "offset 3"]), (["ok", "bad"], ["bad", "offset 3"]),
@@ -1234,13 +1231,10 @@ def test_a_text_that_changed_is_prepared_anew_and_a_kill_leaves_a_whole_dataset(
     Path("made-500/own/mine.txt").write_bytes(b"stays")
     calls = [(os, "replace"), (os, "fsync"), (Path, "unlink"), (shutil, "rmtree")]
 
-    class Killed(BaseException):
-        pass
-
     def counted(call, left):
         def counting(*args, **flags):
             if next(left) == 0:
-                raise Killed
+                raise KeyboardInterrupt
             return call(*args, **flags)
         return counting
 
@@ -1255,7 +1249,7 @@ def test_a_text_that_changed_is_prepared_anew_and_a_kill_leaves_a_whole_dataset(
             try:
                 assert prepare.main(args) == 0
                 break
-            except Killed:
+            except KeyboardInterrupt:
                 left = itertools.count(-1, -1)
         if (folder / "meta.json").exists():
             assert {name: data for name, data in bytes_in(folder).items() if "new.part" not in name} in made
@@ -1297,8 +1291,8 @@ def test_a_full_disk_is_one_sentence(here):
 
 @pytest.mark.parametrize("args", [
     "--dataset=nowhere", "--dataset=../up --input prepare.py", "--dataset=a/b --input x", "--dataset=. --input x",
-    "--dataset= --input x", "--dataset=-x --input x", "--input x", "--dataset=pydocs --input x", "--dataset=own --input",
-    "--tokenizer=words", "--workers=2", "--subsets=0", "--keep_raw=True", "--shards=1", "--data=pydocs", "extra",
+    "--dataset= --input x", "--dataset=-x --input x", "--input x", "--dataset=pydocs --input x", "--tokenizer=words",
+    "--dataset=own --input", "--workers=2", "--subsets=0", "--keep_raw=True", "--shards=1", "--data=pydocs", "extra",
     "--dataset=tasks --input x", "--dataset=tasks",
     *("--dataset=openwebtext " + flags for flags in (
         "--input x", "--tokenizer=bytes", "--shards=1", "--workers=0", "--workers=x", "--keep_raw=yes", "--subsets=",
@@ -1416,8 +1410,8 @@ TRAIN1 = "edu_fineweb_train_000001.bin"
 
 
 @pytest.mark.parametrize("plan", [
-    [], ["drop"] * 8, [503, 429, 500, 502], ["redirect", "drop", "redirect"], ["long"], ["chunked"], ["drop", "no range"],
-    ["drop", "wrong range", "unasked range"], ["drop", 503, "no range drop", "drop"]])
+    [], ["drop"] * 8, [503, 429, 500, 502], ["redirect", "drop", "redirect"], ["long"], ["chunked"],
+    ["drop", "no range"], ["drop", "wrong range", "unasked range"], ["drop", 503, "no range drop", "drop"]])
 def test_fineweb_arrives_whole_from_a_server_that_misbehaves(plan, here, monkeypatch, capsys):
     files = fineweb(3)
     with serve(files, monkeypatch) as hub:
@@ -1499,6 +1493,10 @@ def test_fineweb_grows_and_does_not_shrink(here, monkeypatch, capsys):
 
 def test_no_room_no_server_no_file_are_known_before_anything_is_made(tiny, here, monkeypatch, capsys):
     owt, fineweb_edu = ["--dataset=openwebtext", "--subsets=0"], ["--dataset=fineweb_edu", "--shards=2"]
+    monkeypatch.setattr(prepare, "BACKOFF", 0)
+    for endpoint, words in (("http://127.0.0.1:9", "cannot reach"), ("nonsense", "HF_ENDPOINT=nonsense")):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert words in refused(fineweb_edu, capsys)
     with serve({}, monkeypatch) as hub:
         for args in (owt, fineweb_edu):
             assert re.search(": the server answers 404 to ", refused(args, capsys))
@@ -1506,14 +1504,7 @@ def test_no_room_no_server_no_file_are_known_before_anything_is_made(tiny, here,
         hub.log = []
         for args, need in ((owt, "1.512"), (owt[:1] + ["--keep_raw=True"], "31.752"), (fineweb_edu, "0.600")):
             assert f"needs {need} GB of disk, and only 0.100 GB are free" in refused(args, capsys) and not hub.log
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(prepare, "BACKOFF", 0)
-    for endpoint, words in (("http://127.0.0.1:9", "cannot reach"), ("nonsense", "HF_ENDPOINT=nonsense")):
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert words in refused(fineweb_edu, capsys)
     assert not [path for path in here.rglob("*") if path.is_file()]
-
 
 OPENWEBTEXT = ("/datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/"
                "subsets/urlsf_subset{:02d}.tar")
@@ -1537,10 +1528,10 @@ def tar_of(entries, mode="w"):
 
 
 def make_archive(subset, members=5, documents=60):
-    """-> a subset's archive in the real layout; [(document's name, text)] to be found in it; number of what is left out."""
+    """-> a subset's archive in the real layout, [(name, text)] of its documents, number of what is to be left out."""
     lzma = pytest.importorskip("lzma")
     rng, good, outer = random.Random(subset), [], {"openwebtext": tarfile.DIRTYPE}
-    words = ["the", "naïve", "东京", "🙂", "<|endoftext|>", "It's", "1234", "e\u0301", "\r\n", *("\n" * n for n in range(6)), "  "]
+    words = ["the", "naïve", "东京", "🙂", "<|endoftext|>", "It's", "1234", "\r\n", *("\n" * n for n in range(6)), "  "]
     for m in range(members):
         member, inner = f"openwebtext/urlsf_subset{subset:02d}-{m}_data.xz", {}
         for d in range(documents):
@@ -1636,13 +1627,6 @@ def test_broken_archives_are_one_sentence(tiny, here, monkeypatch, capsys):
             Path("data/openwebtext/raw/urlsf_subset00.tar").unlink()
 
 
-def test_one_document_in_two_thousand_goes_to_validation():
-    rng = random.Random(4)
-    names = [f"urlsf_subset00-{i % 10}_data.xz/{i:07d}-{rng.randrange(1 << 32):x}.txt" for i in range(200_000)]
-    chosen = {name for name in names if prepare.name_hash(name) % prepare.VAL_ONE_IN == 0}
-    assert 70 < len(chosen) < 130 and chosen == {name for name in names if hash_of(name) % 2000 == 0}
-
-
 def test_a_member_beyond_memory_is_broken(tiny, monkeypatch):
     monkeypatch.setattr(prepare, "MEMBER_BYTES", 20_000)
     for size, broken in ((5000, 0), (50_000, 1)):
@@ -1695,7 +1679,7 @@ def test_killed_anywhere_the_rerun_makes_the_same_bytes(tiny, here, monkeypatch)
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT is not sent so on Windows")
 @pytest.mark.parametrize("moment", ["import", "fineweb_edu", "openwebtext", "tokenizing"])
 def test_ctrl_c_is_one_word_at_any_moment(moment, tiny, tmp_path, monkeypatch):
-    args = {"import": [], "fineweb_edu": ["--dataset=fineweb_edu"]}.get(moment, ["--dataset=openwebtext", "--subsets=0"])
+    args = {"import": "", "fineweb_edu": "--dataset=fineweb_edu"}.get(moment, "--dataset=openwebtext --subsets=0").split()
     (tmp_path / "numpy.py").write_text("import time; open('reached', 'w'); time.sleep(60)")
     if moment == "import":
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
