@@ -918,7 +918,7 @@ def tiny(tmp_path_factory, monkeypatch):
     plugins = tmp_path_factory.mktemp("tiny")
     (plugins / "tiktoken_ext").mkdir()
     (plugins / "tiktoken_ext" / "openai_public.py").write_text(TINY)  # found before tiktoken's own
-    monkeypatch.setenv("PYTHONPATH", f"{plugins}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(plugins), prepend=os.pathsep)
     monkeypatch.setattr(sys, "path", [str(plugins), *sys.path])  # a worker process has its parent's
     exec(TINY, made := {})
     encoding = tiktoken.Encoding(**made["gpt2"]())
@@ -930,7 +930,7 @@ def tiny(tmp_path_factory, monkeypatch):
 def here(tmp_path, monkeypatch):
     """An empty working folder, whose programs find ours."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     return tmp_path
 
 
@@ -1677,22 +1677,23 @@ def test_killed_anywhere_the_rerun_makes_the_same_bytes(tiny, here, monkeypatch)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT is not sent so on Windows")
-@pytest.mark.parametrize("moment", ["import", "fineweb_edu", "openwebtext", "tokenizing"])
+@pytest.mark.parametrize("moment", ["import", "fineweb_edu", "openwebtext", "spawning", "tokenizing"])
 def test_ctrl_c_is_one_word_at_any_moment(moment, tiny, tmp_path, monkeypatch):
-    args = {"import": "", "fineweb_edu": "--dataset=fineweb_edu"}.get(moment, "--dataset=openwebtext --subsets=0").split()
-    (tmp_path / "numpy.py").write_text("import time; open('reached', 'w'); time.sleep(60)")
+    args = ["--dataset=openwebtext", "--subsets=0"] if moment != "fineweb_edu" else ["--dataset=fineweb_edu"]
     if moment == "import":
+        (tmp_path / "numpy.py").write_text("import time; open('reached', 'w'); time.sleep(60)")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sign = {"spawning": "raw/urlsf_subset00.tar", "tokenizing": "*train*.part"}.get(moment, "none")
     with serve(fineweb(2) | {OPENWEBTEXT.format(0): make_archive(0, 60)[0]}, monkeypatch) as hub:
-        hub.plan = {} if moment == "tokenizing" else {TRAIN1: ["hang"], "urlsf_subset00.tar": ["hang"]}
+        hub.plan = {} if moment in ("spawning", "tokenizing") else {TRAIN1: ["hang"], "urlsf_subset00.tar": ["hang"]}
         process = subprocess.Popen([sys.executable, str(HERE / "prepare.py"), *args], cwd=tmp_path, text=True,
                                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
                                    # a shell that starts the tests with & has it ignored
                                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-        while not (hub.hanging.is_set() or (tmp_path / "reached").exists()
-                   or [*tmp_path.glob("data/openwebtext/*train*.part")]):
+        while not (hub.hanging.is_set() or [*tmp_path.glob(f"data/openwebtext/{sign}"), *tmp_path.glob("reached")]):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
+        time.sleep(0.2 * (moment == "spawning"))  # about when the workers import
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.communicate(timeout=30)[1] == "interrupted\n" and process.returncode == 130
         assert not hub.closing.is_set()
