@@ -48,7 +48,7 @@ DATA, SPLITS = Path("data"), ("train", "val")
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 VOCAB_SIZE = {"bytes": 256, "gpt2": 50304}  # GPT-2's 50257, padded to a multiple of 128
 SHARD_TOKENS = 100_000_000
-PIECE_CHARS = 1_000_000  # of a document that are tokenized at once, and bytes that are read at once
+BLOCK = 1_000_000  # characters or bytes of a text that are read and tokenized at once
 MEMBER_BYTES = 1 << 28  # an archive's member, packed or unpacked, is held in memory; real ones have 2 MB
 VAL_ONE_IN = 2000  # OpenWebText's documents that go to validation
 
@@ -59,10 +59,7 @@ FINEWEB_EDU = {"tokenizer": "gpt2", "vocab_size": 50304, "source": "karpathy/fin
                "revision": "a33f75d78c7f74236fb03754ec1eb3cc77507d64"}
 FINEWEB_EDU_BYTES = HEADER_BYTES + 2 * SHARD_TOKENS  # of each shard
 
-TIMEOUT = 30  # seconds without a byte
-RETRIES, ATTEMPTS = 8, 6  # of a request, and of a body that breaks off without having come further
-BACKOFF = 1.0  # seconds, doubled each time
-AT_ONCE = 4  # downloads
+ATTEMPTS, BACKOFF = 6, 1.0  # of a download that does not come further, and seconds between two, doubled each time
 
 
 # -- files, shards and tokenizers: what train.py and sample.py import ----------------------------------------
@@ -143,8 +140,8 @@ def read_shard(path):
     return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(count,))
 
 
-NANOGPT = ("nanoGPT's train.bin and val.bin become data/NAME by: python -c \"import numpy, prepare; prepare.write_dataset"
-           "('data/NAME', 'gpt2', *([numpy.memmap(split + '.bin', '<u2', 'r')] for split in prepare.SPLITS))\"")
+NANOGPT = ("nanoGPT's train.bin and val.bin become data/NAME by: python -c \"import numpy as np, prepare; prepare."
+           "write_dataset('data/NAME', 'gpt2', *([np.memmap(s + '.bin', '<u2', 'r')] for s in prepare.SPLITS))\"")
 
 
 def load_tokenizer(name):
@@ -175,16 +172,14 @@ def load_tokenizer(name):
 
 def tokens_of(blocks, tokenizer):
     """Yield a document's tokens as uint16 arrays, start ids first. blocks are strings that together are the document;
-    a block, a piece and a word are all that is held of it."""
+    two of them, or a word that is longer, are all that is held of it."""
     yield np.array(tokenizer.start, np.uint16)
-    text, searched = "", 0
+    text = ""
     for block in blocks:
-        text += block
-        begin = 0
-        while seam := tokenizer.seam.search(text, max(begin + PIECE_CHARS, searched)):
-            yield np.array(tokenizer.encode(text[begin:seam.start()]), np.uint16)
-            begin = seam.start()
-        text, searched = text[begin:], len(text) - begin
+        begin, text = len(text), text + block
+        if seam := tokenizer.seam.search(text, begin):
+            yield np.array(tokenizer.encode(text[:seam.start()]), np.uint16)
+            text = text[seam.start():]
     yield np.array(tokenizer.encode(text), np.uint16)
 
 
@@ -345,7 +340,7 @@ def read_text(path, begin, end, advance):
     with open(path, "rb") as file:
         file.seek(begin)
         while data:
-            data = file.read(min(PIECE_CHARS, end - file.tell()))
+            data = file.read(min(BLOCK, end - file.tell()))
             advance(len(data))
             try:
                 yield decoder.decode(data, final=not data)
@@ -390,12 +385,12 @@ def ask(url, **headers):
     import requests
     from urllib3.util import Retry
     session = requests.Session()
-    retry = Retry(RETRIES, connect=3, backoff_factor=BACKOFF, raise_on_status=False,
+    retry = Retry(8, connect=3, backoff_factor=BACKOFF, raise_on_status=False,
                   status_forcelist=(429, 500, 502, 503, 504))  # it heeds Retry-After
     for scheme in ("http://", "https://"):
         session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
     try:
-        return session.get(url, stream=True, timeout=TIMEOUT, headers={"Accept-Encoding": "identity", **headers})
+        return session.get(url, stream=True, timeout=30, headers={"Accept-Encoding": "identity", **headers})
     except requests.RequestException as error:
         raise OSError(f"cannot reach {url} ({type(error).__name__}); "
                       "the same command goes on where this stopped") from error
@@ -477,7 +472,7 @@ def prepare_fineweb_edu(shards):
     advance = meter(str(folder), announce(folder, urls, FINEWEB_EDU_BYTES, FINEWEB_EDU_BYTES * len(urls)))
     if finished:
         rename_whole(folder / "meta.json", folder / "progress.json")
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda path: download(urls[path], path, advance, read_shard), urls))
     tokens = {split: [len(read_shard(path)) for path in folder.glob(f"edu_fineweb_{split}_*.bin")] for split in SPLITS}
     meta = {**FINEWEB_EDU, "tokens": {split: sum(tokens[split]) for split in SPLITS}, "shards": len(tokens["train"])}
@@ -575,7 +570,8 @@ def tokenize_member(name, data):
             text = ""
         if text:
             split = "train" if name_hash(f"{name}/{file}") % VAL_ONE_IN else "val"
-            tokens[split] += tokens_of([text], load_tokenizer("gpt2"))
+            blocks = (text[i:i + BLOCK] for i in range(0, len(text), BLOCK))
+            tokens[split] += tokens_of(blocks, load_tokenizer("gpt2"))
         counts["documents" if text else "left_out"] += 1
     return {split: np.concatenate(arrays) for split, arrays in tokens.items()}, counts
 
@@ -586,9 +582,11 @@ def in_order(function, jobs, workers):
     try:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
             while batch := list(itertools.islice(jobs, 32 * workers)):
-                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the processes that start here
+                if os.name != "nt":  # Ctrl-C waits; a process that starts here takes this over, and never hears it
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                 results = pool.map(function, *zip(*batch))
-                signal.signal(signal.SIGINT, handler)
+                if os.name != "nt":
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
                 yield from results
     except BrokenExecutor as error:
         raise OSError("a worker process died, perhaps for want of memory: try fewer --workers; "
@@ -596,7 +594,7 @@ def in_order(function, jobs, workers):
 
 
 def start_worker():
-    """Ctrl-C is the parent's to handle; and a worker whose parent was killed would wait for ever."""
+    """Ctrl-C is the parent's to handle, on Windows too; and a worker whose parent was killed would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
