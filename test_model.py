@@ -2108,6 +2108,6 @@ def test_a_fault_of_the_model_is_not_told_as_one_of_the_task(eval_folder, monkey
         train_here(eval_folder, *EVAL, "--tasks=rolling", small=())
 
 
-def test_a_text_of_gpt2_follows_end_of_text():
-    scorer = train.Scorer(make(), gpt2(), 64, torch.device("cpu"), contextlib.nullcontext(), print)
+def test_a_text_of_gpt2_follows_end_of_text(tiny):
+    scorer = train.Scorer(SimpleNamespace(model=make(), tokenizer="gpt2"))
     assert scorer.eot_token_id == 50256 and scorer.tok_encode("<|endoftext|>") != [50256]

@@ -507,38 +507,6 @@ class Run:
         positions = rng.integers(self.train_data.windows, size=(self.s.grad_accum, self.s.batch_size))
         return [self.train_data.read(p, self.device) for p in positions[self.processes.rank::self.processes.world]]
 
-    def take_step(self, batches):
-        """Forward, backward, clip, update: (loss in nats per token, length of the gradient, batches of the next step).
-
-        Exits, with the step not taken, if loss or gradient are not finite.
-        """
-        loss = 0.0
-        for i, (idx, targets) in enumerate(batches):
-            sync = i + 1 == len(batches) or self.processes.world == 1           # gradients meet once a step
-            with nullcontext() if sync else self.network.no_sync():
-                with self.autocast:
-                    micro_loss = self.network(idx, targets)[1] / len(batches)
-                self.scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
-        batches = self.batches(self.step + 1)                                   # while the device computes
-        (loss,), grad_norm = self.processes.total(loss.item() / self.processes.world), grad_norm.item()
-        if not math.isfinite(loss) or not math.isfinite(grad_norm) and not self.scaler.is_enabled():
-            self.not_finite(f"loss {loss}, gradient norm {grad_norm}")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.step, self.s) * group["scale"]
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        return loss, grad_norm, batches
-
-    def not_finite(self, found):
-        sys.exit(f"train.py: step {self.step}: {found} at learning rate {learning_rate_at(self.step, self.s):.3g}; the "
-                 "step was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in "
-                 f"{self.s.out_dir} stay")
-
     def train(self):
         """Steps to max_steps, or until SIGINT or SIGTERM: the exit status. A second signal ends the process at once."""
         def on_signal(number, frame):
@@ -702,16 +670,13 @@ class Scorer:
 
     lm_eval sees one process: each of ours builds all requests, answers its share, and learns all answers.
     """
+    # what stands before a text without context
+    eot_token_id = property(lambda self: (self.encoding.start or self.encoding.encode("\n"))[0])
 
     def __init__(self, run):
         super().__init__()
         self.run, self.model, self.encoding = run, run.model, load_tokenizer(run.tokenizer)
         self.busy = False       # a fault while it is busy is the model's, not the task's
-
-    @property
-    def eot_token_id(self):
-        """What stands before a text without context."""
-        return (self.encoding.start or self.encoding.encode("\n"))[0]
 
     def tok_encode(self, string, **options):
         return self.encoding.encode(string)
@@ -720,10 +685,11 @@ class Scorer:
         """All requests' answers; answer(numbers) gives those of a batch. costs: the tokens of each, the most first."""
         from tqdm import tqdm
         p, limit, batches = self.run.processes, self.run.s.batch_size * self.run.s.block_size, []
-        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            if not batches or (len(batches[-1]) + 1) * costs[batches[-1][0]] > limit:
-                batches.append([])
-            batches[-1].append(i)
+        order = sorted(range(len(costs)), key=lambda i: -costs[i])
+        while order:
+            n = max(1, limit // costs[order[0]])
+            batches.append(order[:n])
+            del order[:n]
         self.busy, found = True, []
         for batch in tqdm(batches[p.rank::p.world], "tasks", disable=p.rank > 0 or None, file=sys.__stderr__):
             found += zip(batch, answer(batch))
@@ -736,34 +702,35 @@ class Scorer:
     def _loglikelihood_tokens(self, requests, **options):
         """(log-probability in nats, whether greedy decoding gives just that) of each continuation of a context.
 
-        Of both together the last block_size + 1 tokens count.
+        The context is cut from the left to what fits; a continuation longer than block_size is scored piece by piece.
         """
-        windows = [((context + tail)[-self.model.config.block_size - 1:], len(tail)) for _, context, tail in requests]
-        return self.share([len(ids) for ids, _ in windows], lambda batch: self.score([windows[i] for i in batch]))
+        T, windows, sums = self.model.config.block_size, [], [(0.0, True)] * len(requests)
+        for i, (_, context, continuation) in enumerate(requests):
+            ids = (context or [self.eot_token_id]) + continuation
+            for begin in range(len(ids) - len(continuation), len(ids), T):
+                piece = ids[begin:begin + T]
+                windows.append((i, (ids[:begin] + piece)[-T - 1:], len(piece)))
+        scores = self.share([len(ids) for _, ids, _ in windows], lambda batch: self.score([windows[j] for j in batch]))
+        for (i, _, _), (score, greedy) in zip(windows, scores):
+            sums[i] = sums[i][0] + score, sums[i][1] and greedy
+        return sums
 
     @torch.no_grad()
     def score(self, windows):
-        """(log-probability, is it greedy) of the last n ids, those with an id before them, of each window (ids, n)."""
-        rows, scores = [torch.tensor(ids) for ids, _ in windows], []
-        idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :-1].to(self.run.device)       # (B, T)
+        """(log-probability, is it greedy) of the last n ids of each window (_, ids, n)."""
+        rows, scores = [torch.tensor(ids, device=self.run.device) for _, ids, _ in windows], []
+        idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :-1]                           # (B, T)
         with self.run.autocast:
-            for x, ids, (_, n) in zip(self.model.hidden(idx), rows, windows):   # logits only where they count
-                targets = ids[1:][-n:].to(self.run.device)                                              # (n,)
-                logits = F.linear(x[:len(ids) - 1][-n:], self.model.wte.weight).float()                 # (n, V)
-                scores.append((-F.cross_entropy(logits, targets, reduction="sum").item(),
-                               bool((logits.argmax(-1) == targets).all())))
+            for x, ids, (_, _, n) in zip(self.model.hidden(idx), rows, windows):    # logits only where they count
+                logits = F.linear(x[len(ids) - 1 - n:len(ids) - 1], self.model.wte.weight).float()                 # (n, V)
+                scores.append((-F.cross_entropy(logits, ids[-n:], reduction="sum").item(),
+                               torch.equal(logits.argmax(-1), ids[-n:])))
         return scores
 
     def loglikelihood_rolling(self, requests, **options):
-        """The log-probability of each whole text, window by window, each token once."""
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-        windows = [(i, *make_disjoint_window(window)) for i, request in enumerate(requests) for window in
-                   get_rolling_token_windows(self.tok_encode(request.args[0]), self.eot_token_id,
-                                             self.model.config.block_size, context_len=1)]
-        sums = [0.0] * len(requests)
-        for (i, _, _), (score, _) in zip(windows, self._loglikelihood_tokens(windows)):
-            sums[i] += score
-        return sums
+        """The log-probability of each whole text."""
+        texts = [(None, [], self.tok_encode(request.args[0])) for request in requests]
+        return [score for score, _ in self._loglikelihood_tokens(texts)]
 
     def generate_until(self, requests, **options):
         """What follows each prompt, up to the first of its stops."""
@@ -820,28 +787,24 @@ def ask_lm_eval(run):
 
 def evaluate_only(run):
     """Prints the validation loss and lm_eval's tables of the tasks, whose rows are appended to eval.csv."""
-    s, say = run.s, run.processes.say
-    results = ask_lm_eval(run) if s.tasks else None         # first, so that a misspelt name is told soon
-    val_loss = run.evaluate()
+    results = ask_lm_eval(run) if run.s.tasks else None     # first, so that a misspelt name is told soon
+    val_loss, say = run.evaluate(), run.processes.say
     say(f"step {run.step:6d}  validation loss {val_loss:.4f} nats per token")
     if results is None or run.processes.rank:
         return
     from lm_eval.utils import make_table
-    for kind in ("results", "groups"):
-        if kind in results:
-            say(make_table(results, kind))
+    for kind in filter(results.get, ("results", "groups")):
+        say(make_table(results, kind))
     if run.tokenizer == "bytes":
         say("this model reads bytes: these numbers compare with nothing published")
-    rows = []
-    for task, found in results["results"].items():
-        for metric, filter in (key.split(",") for key in found if "," in key and "_stderr," not in key):
-            rows.append((run.step, run.model.n_loop, results["n-shot"].get(task), task, metric, filter,
-                         found[f"{metric},{filter}"], found[f"{metric}_stderr,{filter}"], found["sample_len"], val_loss))
-    with open(os.path.join(s.out_dir, "eval.csv"), "a+", newline="", encoding="utf-8") as f:
+    rows = [(run.step, run.model.n_loop, results["n-shot"].get(task), task, *key.split(","), value,
+             found[key.replace(",", "_stderr,")], found["sample_len"], val_loss)
+            for task, found in results["results"].items()
+            for key, value in found.items() if "," in key and "_stderr," not in key]
+    with open(os.path.join(run.s.out_dir, "eval.csv"), "a+", newline="", encoding="utf-8") as f:
         f.seek(0)
-        if ",".join(EVAL_COLUMNS) not in f.read():
-            rows.insert(0, EVAL_COLUMNS)
-        csv.writer(f, lineterminator="\n").writerows(rows)
+        header = [] if ",".join(EVAL_COLUMNS) in f.read() else [EVAL_COLUMNS]
+        csv.writer(f, lineterminator="\n").writerows(header + rows)
 
 
 # ---- the entry ------------------------------------------------------------------------------------------------
