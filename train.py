@@ -39,16 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 from model import GPT, SCALINGS, GPTConfig, load_checkpoint, pick_device
 from prepare import load_tokenizer, prepare_pydocs, read_shard, whole_file
 
-try:
-    import fcntl
-except ImportError:     # Windows
-    fcntl = None
-
 
 # ---- settings -------------------------------------------------------------------------------------------------
 
 def flag(default, help, **limits):
-    """A field of Settings. Limits: choices=(...), least=x for value >= x, above=x for value > x."""
+    """A field of Settings. Limits: choices=(...), or least=x for values from x on, 2^31 and infinity excluded."""
     return field(default=default, metadata=dict(help=help, **limits))
 
 
@@ -57,8 +52,7 @@ class Settings:
     """Every setting of a run; the fields are the flags. Raises ValueError for a value out of its limits."""
     preset: str = flag("tiny", "which defaults the other settings have", choices=("tiny", "small", "medium"))
     out_dir: str = flag("out", "folder for checkpoints and log.csv")
-    resume: str = flag("False", "True goes on from the checkpoint in out_dir, auto if there is one",
-                       choices=("False", "True", "auto"))
+    resume: str = flag("False", "go on from out_dir's checkpoint; auto: if it has one", choices=("False", "True", "auto"))
     seed: int = flag(1, "of the initial weights and of the batches", least=0)
     # data
     dataset: str = flag("pydocs", "a folder under data/, made by prepare.py")
@@ -74,11 +68,11 @@ class Settings:
     exponent: float | None = flag(None, "p of the residual scaling, in place of 1/2 (deeploop) or 1/4 (deepnorm)")
     # optimization
     max_steps: int = flag(1200, "steps of the whole run", least=1)
-    learning_rate: float = flag(3e-3, "at its peak; a cosine takes it down to a tenth", above=0)
+    learning_rate: float = flag(3e-3, "at its peak; a cosine takes it down to a tenth", least=1e-30)
     scale_lr: bool = flag(False, "each matrix's rate times its initial gain at R rounds over that at one")
     warmup_steps: int = flag(300, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "AdamW's", least=0)
-    grad_clip: float = flag(1.0, "longest gradient, in the 2-norm", above=0)
+    grad_clip: float = flag(1.0, "longest gradient, in the 2-norm", least=1e-30)
     # evaluation
     eval_interval: int = flag(200, "steps between evaluations, each with a checkpoint", least=1)
     eval_windows: int = flag(256, "validation sequences, evenly spaced and the same each time", least=1)
@@ -93,20 +87,15 @@ class Settings:
     device: str = flag("auto", "auto takes CUDA, else MPS, else the CPU", choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = flag("auto", "of the matrix products; auto takes bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
-    compile: str = flag("auto", "torch.compile for each block; auto on CUDA, and on a CPU for long runs",
-                        choices=("auto", "True", "False"))
+    compile: str = flag("auto", "compile each block; auto: on CUDA, and on a CPU for long runs", choices=("auto", "True", "False"))
     recompute: bool = flag(False, "recompute each visit in the backward pass: memory hardly grows with n_loop")
     timeout: int = flag(600, "seconds that one of several processes waits for the others", least=1)
 
     def __post_init__(self):
         for f in fields(self):
-            value, limits = getattr(self, f.name), f.metadata
-            if "choices" in limits and value not in limits["choices"]:
-                raise ValueError(f"{f.name}={value} is none of {', '.join(limits['choices'])}")
-            if "least" in limits and not limits["least"] <= value < 2 ** 31:
-                raise ValueError(f"{f.name}={value} is not a number from {limits['least']} to 2^31")
-            if "above" in limits and not limits["above"] < value < math.inf:
-                raise ValueError(f"{f.name}={value} is not a finite number above {limits['above']}")
+            value, least, end = getattr(self, f.name), f.metadata.get("least"), 2 ** 31 if f.type is int else math.inf
+            if least is not None and not least <= value < end:
+                raise ValueError(f"{f.name}={value} is not at least {least} and below {end}")
         if self.eval_only and self.resume == "False":
             raise ValueError("eval_only=True evaluates the checkpoint that a run left; add --resume=True")
         if self.tasks and not self.eval_only:
@@ -119,7 +108,6 @@ class Settings:
         return self.batch_size * self.grad_accum * self.block_size
 
     def gpt_config(self, vocab_size=256):
-        """The shape of the run's model. Raises ValueError for one that cannot be built."""
         return GPTConfig(vocab_size, **{name: getattr(self, name) for name in MODEL_FLAGS})
 
 
@@ -135,55 +123,49 @@ MODEL_FLAGS = ("block_size", "n_layer", "n_loop", "n_head", "n_embd", "scaling",
 
 
 def boolean(text):
-    """The bool that text spells, True or False; anything else is a ValueError, which argparse reports."""
-    if text not in ("True", "False"):
-        raise ValueError
-    return text == "True"
+    """The bool that text spells; argparse reports the ValueError for what is neither."""
+    return ("False", "True").index(text) == 1
 
 
 def configure(argv):
     """(settings, model, checkpoint) of the run that the flags ask for; the latter two are None for a fresh one.
 
-    A flag wins over the checkpoint's settings, and those over the preset. Exits with one sentence on a bad flag, on
-    one that contradicts the checkpoint, and if there is no checkpoint where one is asked for.
+    A flag wins over the checkpoint's settings, and those over the preset. Raises ValueError for a bad flag, one that
+    contradicts the checkpoint, and if there is no checkpoint where one is asked for.
     """
     parser = argparse.ArgumentParser(prog="train.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS,
                                      description="Trains a looped GPT: [torchrun] train.py [--name=value ...]")
     for f in fields(Settings):
-        kind = {bool: boolean, float | None: float}.get(f.type, f.type)
+        kind, choices = {bool: boolean, float | None: float}.get(f.type, f.type), f.metadata.get("choices")
         others = "".join(f"; {name}: {preset[f.name]}" for name, preset in PRESETS.items() if f.name in preset)
-        parser.add_argument("--" + f.name, type=kind, choices=f.metadata.get("choices"),
-                            metavar=None if "choices" in f.metadata else kind.__name__,
+        parser.add_argument("--" + f.name, type=kind, choices=choices, metavar=None if choices else kind.__name__,
                             help=f"{f.metadata['help']} (default: {f.default}{others})")
     given = vars(parser.parse_args(argv))
-    try:
-        s = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
-        model, checkpoint = newest_checkpoint(s.out_dir) if s.resume != "False" else (None, None)
-        if checkpoint:
-            s = resumed(s, given, checkpoint["settings"])
-            model.n_loop = s.n_loop         # an evaluation may ask for another number of rounds
-        elif s.resume == "True" or s.eval_only:
-            raise ValueError(f"resume={s.resume}, but {s.out_dir} holds no checkpoint; train a model there first")
-        s.gpt_config()
-        return s, model, checkpoint
-    except ValueError as error:
-        parser.error(str(error))
+    s = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
+    model, checkpoint = newest_checkpoint(s.out_dir) if s.resume != "False" else (None, None)
+    if checkpoint:
+        s = resumed(s, given, checkpoint["settings"])
+        model.n_loop = s.n_loop         # an evaluation may ask for another number of rounds
+    elif s.resume == "True" or s.eval_only:
+        raise ValueError(f"resume={s.resume}, but {s.out_dir} holds no checkpoint; train a model there first")
+    s.gpt_config()                      # raises for a shape that cannot be built
+    return s, model, checkpoint
 
 
 def resumed(s, given, trained):
-    """The settings of a run that goes on, trained with those; raises ValueError for a given flag that contradicts them."""
-    trained = {"scale_lr": False, **trained}        # runs older than that switch did not scale
+    """The settings of a run that goes on, trained with those; raises ValueError for a flag that contradicts them."""
+    trained = {f.name: f.default for f in fields(Settings)} | trained       # runs older than a switch did without
+    for name in ("preset", "scale_lr", *MODEL_FLAGS):
+        if given.get(name, trained[name]) != trained[name] and not (s.eval_only and name == "n_loop"):
+            raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {s.out_dir}, which has "
+                             f"{name}={trained[name]}; leave the flag out, or choose another --out_dir")
     here = dict(out_dir=s.out_dir, resume=s.resume)         # where the checkpoint lies now
     if s.eval_only:
-        here["compile"] = "False"                   # batches of many lengths: each would be compiled anew
+        here["compile"] = "False"       # batches of many lengths: each would be compiled anew
     try:
-        for name in ("preset", "scale_lr", *MODEL_FLAGS):
-            if given.get(name, trained[name]) != trained[name] and not (s.eval_only and name == "n_loop"):
-                raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {s.out_dir}, which has "
-                                 f"{name}={trained[name]}; leave the flag out, or choose another --out_dir")
         return Settings(**(trained | here | given))
-    except (KeyError, TypeError):
+    except TypeError:
         raise ValueError(f"the checkpoint in {s.out_dir} has settings that this version of train.py lacks") from None
 
 
@@ -216,17 +198,13 @@ class Split:
         ends = self.counts.cumsum()
         which = np.searchsorted(ends, positions, side="right")
         starts = positions - (ends - self.counts)[which]
-        rows = np.empty((len(positions), self.block_size + 1), dtype=np.uint16)             # (B, T + 1)
-        for w in np.unique(which):      # one read a shard
-            rows[which == w] = self.shards[w][starts[which == w, None] + np.arange(self.block_size + 1)]
+        rows = np.stack([self.shards[w][i:i + self.block_size + 1] for w, i in zip(which, starts)])     # (B, T + 1)
         if rows.max() >= self.vocab_size:
             name = self.shards[which[rows.max(axis=1).argmax()]].filename
             sys.exit(f"train.py: {name} holds token {rows.max()}, and the vocabulary ends at {self.vocab_size - 1}; "
                      "the file is damaged, or meta.json beside it belongs to other shards")
         tokens = torch.from_numpy(rows.astype(np.int64))
-        if device.type == "cuda":
-            tokens = tokens.pin_memory()
-        tokens = tokens.to(device, non_blocking=True)
+        tokens = (tokens.pin_memory() if device.type == "cuda" else tokens).to(device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -234,19 +212,19 @@ def load_meta(dataset):
     """The tokenizer's name and vocabulary size of data/<dataset>; raises ValueError if it is not prepared."""
     if dataset in ("", ".", "..", "tasks") or os.path.basename(dataset) != dataset:
         raise ValueError(f"dataset={dataset} is not the name of a folder of tokens under data/")
-    path = os.path.join("data", dataset, "meta.json")
+    path, anew = os.path.join("data", dataset, "meta.json"), f"make it: python prepare.py --dataset={dataset}"
+    if not os.path.isfile(path):        # a pipe would be waited for
+        raise ValueError(f"{path} is no file, so the dataset is missing or unfinished; {anew} (and --input PATH for "
+                         "text of your own)")
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        if type(meta["vocab_size"]) is not int or meta["vocab_size"] < {"bytes": 256, "gpt2": 50257}[meta["tokenizer"]]:
-            raise ValueError
-        return meta["tokenizer"], meta["vocab_size"]
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist, so the dataset is missing or unfinished; make it with: "
-                         f"python prepare.py --dataset={dataset} (and --input PATH for text of your own)") from None
+        if type(meta["vocab_size"]) is int and meta["vocab_size"] >= dict(bytes=256, gpt2=50257)[meta["tokenizer"]]:
+            return meta["tokenizer"], meta["vocab_size"]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the "
-                         f"folder and make it anew: python prepare.py --dataset={dataset}") from None
+        pass
+    raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the folder "
+                     f"and {anew}")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------
@@ -254,28 +232,28 @@ def load_meta(dataset):
 class Processes:
     """This process among those of its run, as torchrun's variables tell; one alone needs none.
 
-    Raises ValueError if they are missing, no numbers, or contradict one another.
+    Raises ValueError if they are missing, no numbers or contradictory, for a device that is not there, and if the
+    others do not come within timeout seconds.
     """
 
-    def __init__(self):
+    def __init__(self, device, timeout):
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
         given = {name: os.environ[name] for name in names if os.environ.get(name)}
         try:
-            self.rank, self.local_rank, self.world, port = (
+            self.rank, local_rank, self.world, port = (
                 int(given.get(name, default)) for name, default in zip(names, (0, 0, 1, 1)))
             told = self.world == 1 or len(given) == len(names)
-            if not (told and 0 <= self.local_rank <= self.rank < self.world and 0 < port < 65536):
+            if not (told and 0 <= local_rank <= self.rank < self.world and 0 < port < 65536):
                 raise ValueError
         except ValueError:
-            raise ValueError(f"the environment's {', '.join(f'{name}={given.get(name)}' for name in names)} do not tell "
-                             "this process of several from the others; torchrun sets them, or unset them") from None
-
-    def join(self, device, timeout):
-        """Meets the others. Raises ValueError if they do not come within timeout seconds."""
-        self.device = device
+            told = ", ".join(f"{name}={given.get(name)}" for name in names)
+            raise ValueError(f"the environment's {told} do not tell this process of several from the others; torchrun "
+                             "sets them, or unset them") from None
+        self.device = pick_device(device, local_rank)
         if self.world > 1:
             try:
-                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+                dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
+                                        timeout=timedelta(seconds=timeout))
                 self.total(0)
             except RuntimeError as error:
                 raise ValueError(f"process {self.rank} of {self.world} did not meet the others within "
@@ -349,15 +327,15 @@ def open_out_dir(s, num_params, step, say):
     """
     try:
         os.makedirs(s.out_dir, exist_ok=True)
+        lock = open(os.path.join(s.out_dir, ".lock"), "w")
     except OSError as error:
         raise ValueError(f"out_dir={s.out_dir} cannot be made ({error.strerror}); choose another") from None
-    lock = open(os.path.join(s.out_dir, ".lock"), "w")
     try:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another run is writing to out_dir={s.out_dir}; let it end, or choose another") from None
-    except OSError:         # a file system without locks
+    except (ImportError, OSError):      # Windows; a file system without locks
         pass
     files = [os.path.join(s.out_dir, name) for name in ("ckpt.pt", "best.pt", "log.csv", "eval.csv")]
     for path in files:
@@ -372,21 +350,21 @@ def open_out_dir(s, num_params, step, say):
                          f"{need / 1e6:,.1f} MB; make room or choose another")
     if old and s.resume == "False":
         names = (os.path.join(s.out_dir, f"previous-{n}") for n in itertools.count(1))
-        folder = next(name for name in names if not os.path.exists(name))
+        folder = next(itertools.filterfalse(os.path.exists, names))
         os.makedirs(folder)
         for path in {*old, *filter(os.path.isfile, files)}:
-            os.replace(path, os.path.join(folder, os.path.basename(path)))
+            shutil.move(path, folder)
         say(f"the run that {s.out_dir} held is now in {folder}")
     return open_log(s.out_dir, step), lock
 
 
 def open_log(out_dir, step):
     """log.csv, open for appending the row of `step`: later rows, which a run that was cut off left, are dropped."""
-    path, rows = os.path.join(out_dir, "log.csv"), []
-    if step > 0 and os.path.isfile(path):
-        with open(path, encoding="utf-8", errors="replace") as f:
-            rows = [line.strip() for line in f if line.count(",") == len(LOG_COLUMNS) - 1
-                    and re.match(r"[0-9]{1,15},", line) and int(line.split(",")[0]) < step]
+    path = os.path.join(out_dir, "log.csv")
+    with open(path, "a+", encoding="utf-8", errors="replace") as f:
+        f.seek(0)
+        rows = [line.strip() for line in f if line.count(",") == len(LOG_COLUMNS) - 1
+                and re.match(r"[0-9]{1,15},", line) and int(line.split(",")[0]) < step]
     with whole_file(path) as f:
         f.write("".join(line + "\n" for line in [",".join(LOG_COLUMNS), *rows]).encode())
     return open(path, "a", newline="", encoding="utf-8")
@@ -401,8 +379,7 @@ def pick_dtype(name, device):
     CPUs with matrix units (AMX).
     """
     if name == "float16" and device.type != "cuda":
-        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or "
-                         "bfloat16")
+        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take another")
     fast = {"cuda": lambda: torch.cuda.get_device_capability() >= (8, 0), "mps": lambda: False,
             "cpu": lambda: getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)}
     return name if name != "auto" else "bfloat16" if fast[device.type]() else "float32"
@@ -444,20 +421,18 @@ class Run:
     """
 
     def __init__(self, s, model, checkpoint, processes):
-        self.s, self.processes, self.stopped_by = s, processes, []      # the last: the signal that asks to stop
-        self.device = pick_device(s.device, processes.local_rank)
+        self.s, self.processes, self.device = s, processes, processes.device
+        self.stopped_by, self.stopped = [], False       # signals that ask to stop; if one came to any process
         s.dtype = pick_dtype(s.dtype, self.device)      # a choice that a resumed run keeps
         if s.grad_accum % processes.world and not s.eval_only:
-            raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {processes.world} "
-                             "processes")
-        processes.join(self.device, s.timeout)
+            raise ValueError(f"grad_accum={s.grad_accum} micro-steps are no multiple of {processes.world} processes")
         if processes.rank == 0 and s.dataset == "pydocs" and not os.path.exists("data/pydocs/meta.json"):
             prepare_pydocs()
         processes.total(0)                              # the others wait for it
         self.tokenizer, vocab_size = load_meta(s.dataset)
         state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0, tokenizer=self.tokenizer)
         if state["tokenizer"] != self.tokenizer:
-            raise ValueError(f"dataset={s.dataset} has {self.tokenizer} tokens; the checkpoint in {s.out_dir} was "
+            raise ValueError(f"dataset={s.dataset} has {self.tokenizer} tokens, and the checkpoint in {s.out_dir} was "
                              f"trained on {state['tokenizer']} tokens")
         if state["step"] > s.max_steps:
             raise ValueError(f"max_steps={s.max_steps} is less than the {state['step']} steps that the checkpoint in "
@@ -820,11 +795,11 @@ def dry_run(s):
 
 
 def main(argv=None):
-    settings, model, checkpoint = configure(argv)
-    if settings.dry_run:
-        return dry_run(settings)
     try:
-        run = Run(settings, model, checkpoint, Processes())
+        settings, model, checkpoint = configure(argv)
+        if settings.dry_run:
+            return dry_run(settings)
+        run = Run(settings, model, checkpoint, Processes(settings.device, settings.timeout))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"train.py: {error}")
     run.processes.leave((evaluate_only(run) or 0) if settings.eval_only else run.train())
