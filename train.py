@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.benchmark import Timer
 
 from model import GPT, SCALINGS, GPTConfig, load_checkpoint, pick_device
 from prepare import load_tokenizer, prepare_pydocs, read_shard, whole_file
@@ -52,7 +53,8 @@ class Settings:
     """Every setting of a run; the fields are the flags. Raises ValueError for a value out of its limits."""
     preset: str = flag("tiny", "which defaults the other settings have", choices=("tiny", "small", "medium"))
     out_dir: str = flag("out", "folder for checkpoints and log.csv")
-    resume: str = flag("False", "go on from out_dir's checkpoint; auto: if it has one", choices=("False", "True", "auto"))
+    resume: str = flag("False", "go on from out_dir's checkpoint; auto: if there is one",
+                       choices=("False", "True", "auto"))
     seed: int = flag(1, "of the initial weights and of the batches", least=0)
     # data
     dataset: str = flag("pydocs", "a folder under data/, made by prepare.py")
@@ -87,7 +89,8 @@ class Settings:
     device: str = flag("auto", "auto takes CUDA, else MPS, else the CPU", choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = flag("auto", "of the matrix products; auto takes bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
-    compile: str = flag("auto", "compile each block; auto: on CUDA, and on a CPU for long runs", choices=("auto", "True", "False"))
+    compile: str = flag("auto", "torch.compile for each block; auto on CUDA, and on a CPU for long runs",
+                        choices=("auto", "True", "False"))
     recompute: bool = flag(False, "recompute each visit in the backward pass: memory hardly grows with n_loop")
     timeout: int = flag(600, "seconds that one of several processes waits for the others", least=1)
 
@@ -172,7 +175,7 @@ def resumed(s, given, trained):
 # ---- data -----------------------------------------------------------------------------------------------------
 
 class Split:
-    """The shards of a dataset's training or validation split, memory-mapped, as windows of block_size + 1 tokens.
+    """The shards of a dataset's split, train or val, memory-mapped, as windows of block_size + 1 tokens.
 
     Raises ValueError if there is no shard, a broken one, or no window at all.
     """
@@ -223,8 +226,8 @@ def load_meta(dataset):
             return meta["tokenizer"], meta["vocab_size"]
     except (KeyError, TypeError, ValueError):
         pass
-    raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the folder "
-                     f"and {anew}")
+    raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the "
+                     f"folder and {anew}")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------
@@ -367,7 +370,7 @@ def open_log(out_dir, step):
                 and re.match(r"[0-9]{1,15},", line) and int(line.split(",")[0]) < step]
     with whole_file(path) as f:
         f.write("".join(line + "\n" for line in [",".join(LOG_COLUMNS), *rows]).encode())
-    return open(path, "a", newline="", encoding="utf-8")
+    return open(path, "a", buffering=1, newline="", encoding="utf-8")     # a row is out as soon as it is written
 
 
 # ---- the run --------------------------------------------------------------------------------------------------
@@ -386,15 +389,11 @@ def pick_dtype(name, device):
 
 
 def matmul_peak(device, dtype):
-    """FLOP/s of this device in a plain matrix product of dtype, measured for about half a second."""
+    """FLOP/s of this device in a plain matrix product of dtype, the best of half a second."""
     n = 1024 if device.type == "cpu" else 8192
     a = torch.randn(n, n, device=device, dtype=dtype)
-    best, end = math.inf, time.perf_counter() + 0.5
-    while time.perf_counter() < end:
-        began = time.perf_counter()
-        (a @ a)[0, 0].item()        # .item() waits for the device
-        best = min(best, time.perf_counter() - began)
-    return 2 * n ** 3 / best
+    timer = Timer("(a @ a)[0, 0].item()", globals=dict(a=a), num_threads=torch.get_num_threads())   # .item() waits
+    return 2 * n ** 3 / min(timer.blocked_autorange(min_run_time=0.5).times)
 
 
 def describe(s, model):
@@ -494,46 +493,42 @@ class Run:
         peak = self.processes.world * matmul_peak(self.device, getattr(torch, s.dtype))
         say(f"{describe(s, self.model)}\n{self.processes.world} x {self.device.type} in {s.dtype}, matrix products at "
             f"{peak / 1e9:,.0f} GFLOP/s; from step {self.step}")
-        batches, stopped = self.batches(self.step), False
-        while not stopped:
-            row = dict(step=self.step)              # it tells of the weights after that many steps
-            if self.step % s.eval_interval == 0 or self.step == s.max_steps:
-                measured = self.validate(batches[0])
-                if measured is None:
-                    break
-                row |= measured
-            if self.step == s.max_steps:
-                self.log(**row, seconds=f"{self.seconds:.3f}")
-                say(f"done: python sample.py --out_dir={s.out_dir}")
-                return 0
-            probe = batches[0][0] if "val_loss" in row and self.processes.rank == 0 else None
-            before = self.hidden(probe)
+        hidden, batches = torch.no_grad()(self.model.hidden), self.batches(self.step)
+        while not self.stopped:
+            due = self.step % s.eval_interval == 0 or self.step == s.max_steps
+            row = dict(step=self.step) | (self.validate(batches[0]) if due else {})     # of the weights after that many
+            if self.stopped or self.step == s.max_steps:
+                break
+            idx = batches[0][0]
+            before = hidden(idx) if due else None
             began, lr = time.perf_counter(), learning_rate_at(self.step, s)
-            loss, grad_norm, batches, stopped = self.take_step(batches, lr)
+            loss, grad_norm, batches = self.take_step(batches, lr)
             took = time.perf_counter() - began
             self.seconds += took
-            if probe is not None:
-                row["hidden_change"] = ((self.hidden(probe) - before).norm() / before.norm()).item()
-            self.log(**row, train_loss=loss, lr=lr, grad_norm=grad_norm, seconds=f"{self.seconds:.3f}",
-                     tokens_per_s=f"{s.tokens_per_step / took:.1f}")
+            if due:
+                row["hidden_change"] = ((hidden(idx) - before).norm() / before.norm()).item()
+            self.log(**row, train_loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=f"{s.tokens_per_step / took:.1f}")
             if self.step % s.log_interval == 0 or self.step == first_step + 1:
                 speed = s.tokens_per_step * (self.step - first_step) / (self.seconds - first_seconds)
-                left = round(s.tokens_per_step * (s.max_steps - self.step) / speed)
+                left = timedelta(seconds=round(s.tokens_per_step * (s.max_steps - self.step) / speed))
                 say(f"step {self.step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  "
-                    f"{speed:,.0f} tokens/s  {speed * self.model.flops_per_token() / peak:.0%} of peak  "
-                    f"{timedelta(seconds=left)} left")
-        self.save()
-        say(f"stopped by a signal at step {self.step} and saved; go on with --resume=auto")
-        return 128 + (self.stopped_by or [signal.SIGTERM])[0]       # what follows && must not run on half a model
+                    f"{speed:,.0f} tokens/s  {speed * self.model.flops_per_token() / peak:.0%} of peak  {left} left")
+        if self.stopped:
+            self.save()
+            say(f"stopped by a signal at step {self.step} and saved; go on with --resume=auto")
+            return 128 + (self.stopped_by or [signal.SIGTERM])[0]   # what follows && must not run on half a model
+        self.log(**row)
+        say(f"done: python sample.py --out_dir={s.out_dir}")
+        return 0
 
     def take_step(self, batches, lr):
-        """Forward, backward, clip, update. Exits, with the step not taken, if loss or gradient are not finite.
+        """Forward, backward, clip, update: (loss in nats per token, length of the gradient, the next step's batches).
 
-        Returns the loss (nats per token), the gradient's length, the next step's batches, and if a signal came.
+        Exits, with the step not taken, if loss or gradient are not finite.
         """
-        loss = 0.0
+        loss, world = 0.0, self.processes.world
         for i, (idx, targets) in enumerate(batches):
-            sync = i + 1 == len(batches) or self.processes.world == 1           # gradients meet once a step
+            sync = i + 1 == len(batches) or world == 1                          # gradients meet once a step
             with nullcontext() if sync else self.network.no_sync():
                 with self.autocast:
                     micro_loss = self.network(idx, targets)[1] / len(batches)
@@ -542,8 +537,8 @@ class Run:
         self.scaler.unscale_(self.optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
         batches = self.batches(self.step + 1)                                   # while the device computes
-        loss, stopped = self.processes.total(loss.item(), len(self.stopped_by))
-        loss, grad_norm = loss / self.processes.world, grad_norm.item()
+        loss, self.stopped = self.processes.total(loss.item() / world, len(self.stopped_by))
+        grad_norm = grad_norm.item()
         if not math.isfinite(loss) or not math.isfinite(grad_norm) and not self.scaler.is_enabled():
             self.not_finite(f"loss {loss}, gradient norm {grad_norm}")
         for group in self.optimizer.param_groups:
@@ -552,27 +547,21 @@ class Run:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return loss, grad_norm, batches, bool(stopped)
+        return loss, grad_norm, batches
 
     def not_finite(self, found):
         sys.exit(f"train.py: step {self.step}: {found} at learning rate {learning_rate_at(self.step, self.s):.3g}; the "
                  "step was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in "
                  f"{self.s.out_dir} stay")
 
-    def batches(self, step):
-        """This process's micro-batches of a step; all processes together read the same windows, however many."""
-        rng = np.random.default_rng((self.s.seed, step))
-        positions = rng.integers(self.train_data.windows, size=(self.s.grad_accum, self.s.batch_size))
-        return [self.train_data.read(p, self.device) for p in positions[self.processes.rank::self.processes.world]]
-
     def validate(self, batch):
-        """Evaluates, tells and saves. Returns what the log gets, or None if a signal came; exits if not finite."""
-        val_loss = self.evaluate()
-        if val_loss is None:
-            return None
+        """Evaluates, tells and saves: what the log gets, or nothing if a signal came. Exits if not finite."""
+        val_loss, told = self.evaluate(), ""
+        if self.stopped:
+            return {}
         if not math.isfinite(val_loss):
             self.not_finite(f"validation loss {val_loss}")
-        best, row, told = val_loss < self.best_val_loss, dict(val_loss=val_loss), ""
+        best, row = val_loss < self.best_val_loss, dict(val_loss=val_loss)
         self.best_val_loss = min(val_loss, self.best_val_loss)
         if self.s.log_alignment and self.processes.rank == 0:
             kappa = self.model.visit_alignment(*batch).flatten()                # (2 K,)
@@ -585,23 +574,17 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self):
-        """Mean loss over the validation windows, in nats per token; None if a signal cuts it short."""
+        """Mean loss over the validation windows, in nats per token; of no meaning if a signal cuts it short."""
         s, data, world = self.s, self.val_data, self.processes.world
-        positions = np.linspace(0, data.windows - 1, min(s.eval_windows, data.windows)).astype(np.int64)
-        loss = 0.0
+        positions, loss = np.linspace(0, data.windows - 1, min(s.eval_windows, data.windows)).astype(np.int64), 0.0
         for i in range(self.processes.rank * s.batch_size, len(positions), world * s.batch_size):
             if self.stopped_by:
                 break
             idx, targets = data.read(positions[i:i + s.batch_size], self.device)
             with self.autocast:
                 loss += self.model(idx, targets)[1].item() * len(idx)
-        loss, stopped = self.processes.total(loss, len(self.stopped_by))
-        return None if stopped else loss / len(positions)
-
-    @torch.no_grad()
-    def hidden(self, idx):
-        """The model's final hidden state (B, T, d) of idx; None for None."""
-        return None if idx is None else self.model.hidden(idx)
+        loss, self.stopped = self.processes.total(loss, len(self.stopped_by))
+        return loss / len(positions)
 
     def save(self, best=False):
         """Writes best.pt, if this is the best, and ckpt.pt; with --keep also ckpt-<step>.pt, of which keep + 1 stay.
@@ -621,8 +604,7 @@ class Run:
                     torch.save(state, f)
         except (OSError, RuntimeError) as error:    # torch turns a full disk into either
             reason = error if isinstance(error, OSError) else "is the disk full?"
-            sys.exit(f"train.py: the checkpoint of step {self.step} could not be written ({reason}); those before it "
-                     "stay")
+            sys.exit(f"train.py: the checkpoint of step {self.step} was not written ({reason}); those before it stay")
         if s.keep:
             for path in sorted(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt-*.pt")))[:-s.keep - 1]:
                 os.remove(path)
@@ -630,8 +612,8 @@ class Run:
     def log(self, **row):
         """Adds a row of LOG_COLUMNS to log.csv."""
         if self.processes.rank == 0:
-            csv.DictWriter(self.log_file, LOG_COLUMNS, lineterminator="\n").writerow(row)
-            self.log_file.flush()
+            writer = csv.DictWriter(self.log_file, LOG_COLUMNS, lineterminator="\n")
+            writer.writerow(row | dict(seconds=f"{self.seconds:.3f}"))
 
 
 # ---- downstream tasks -----------------------------------------------------------------------------------------
@@ -697,7 +679,7 @@ class Scorer:
         idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :-1]                           # (B, T)
         with self.run.autocast:
             for x, ids, (_, _, n) in zip(self.model.hidden(idx), rows, windows):    # logits only where they count
-                logits = F.linear(x[len(ids) - 1 - n:len(ids) - 1], self.model.wte.weight).float()                 # (n, V)
+                logits = F.linear(x[len(ids) - 1 - n:len(ids) - 1], self.model.wte.weight).float()         # (n, V)
                 scores.append((-F.cross_entropy(logits, ids[-n:], reduction="sum").item(),
                                torch.equal(logits.argmax(-1), ids[-n:])))
         return scores
