@@ -6,7 +6,7 @@
     python train.py --resume=True --eval_only=True --tasks=hellaswag       # what lm_eval makes of the model
 
 Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.csv (one row a step); an evaluation leaves
-them alone and appends to out/eval.csv.
+them alone and appends to out/eval.csv. What a user can get wrong is a ValueError of one sentence, which main prints.
 """
 import os
 import signal
@@ -50,7 +50,7 @@ def flag(default, help, **limits):
 
 @dataclass
 class Settings:
-    """Every setting of a run; the fields are the flags. Raises ValueError for a value out of its limits."""
+    """Every setting of a run; the fields are the flags."""
     preset: str = flag("tiny", "which defaults the other settings have", choices=("tiny", "small", "medium"))
     out_dir: str = flag("out", "folder for checkpoints and log.csv")
     resume: str = flag("False", "go on from out_dir's checkpoint; auto: if there is one",
@@ -133,8 +133,7 @@ def boolean(text):
 def configure(argv):
     """(settings, model, checkpoint) of the run that the flags ask for; the latter two are None for a fresh one.
 
-    A flag wins over the checkpoint's settings, and those over the preset. Raises ValueError for a bad flag, one that
-    contradicts the checkpoint, and if there is no checkpoint where one is asked for.
+    A flag wins over the checkpoint's settings, and those over the preset.
     """
     parser = argparse.ArgumentParser(prog="train.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS,
@@ -157,7 +156,7 @@ def configure(argv):
 
 
 def resumed(s, given, trained):
-    """The settings of a run that goes on, trained with those; raises ValueError for a flag that contradicts them."""
+    """The settings of a run that goes on, trained with those; none of the given flags may contradict them."""
     trained = {f.name: f.default for f in fields(Settings)} | trained       # runs older than a switch did without
     for name in ("preset", "scale_lr", *MODEL_FLAGS):
         if given.get(name, trained[name]) != trained[name] and not (s.eval_only and name == "n_loop"):
@@ -175,10 +174,7 @@ def resumed(s, given, trained):
 # ---- data -----------------------------------------------------------------------------------------------------
 
 class Split:
-    """The shards of a dataset's split, train or val, memory-mapped, as windows of block_size + 1 tokens.
-
-    Raises ValueError if there is no shard, a broken one, or no window at all.
-    """
+    """The shards of a dataset's split, train or val, memory-mapped, as windows of block_size + 1 tokens."""
 
     def __init__(self, dataset, split, block_size, vocab_size):
         paths = sorted(glob.glob(os.path.join("data", glob.escape(dataset), f"*{split}*.bin")))
@@ -194,10 +190,7 @@ class Split:
                              "smaller --block_size")
 
     def read(self, positions, device):
-        """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order.
-
-        Exits, naming the shard, for a token that is not below vocab_size.
-        """
+        """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order."""
         ends = self.counts.cumsum()
         which = np.searchsorted(ends, positions, side="right")
         starts = positions - (ends - self.counts)[which]
@@ -212,7 +205,7 @@ class Split:
 
 
 def load_meta(dataset):
-    """The tokenizer's name and vocabulary size of data/<dataset>; raises ValueError if it is not prepared."""
+    """The tokenizer's name and vocabulary size of data/<dataset>."""
     if dataset in ("", ".", "..", "tasks") or os.path.basename(dataset) != dataset:
         raise ValueError(f"dataset={dataset} is not the name of a folder of tokens under data/")
     path, anew = os.path.join("data", dataset, "meta.json"), f"make it: python prepare.py --dataset={dataset}"
@@ -233,11 +226,7 @@ def load_meta(dataset):
 # ---- processes ------------------------------------------------------------------------------------------------
 
 class Processes:
-    """This process among those of its run, as torchrun's variables tell; one alone needs none.
-
-    Raises ValueError if they are missing, no numbers or contradictory, for a device that is not there, and if the
-    others do not come within timeout seconds.
-    """
+    """This process among those of its run, as torchrun's variables tell; one alone needs none."""
 
     def __init__(self, device, timeout):
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
@@ -303,10 +292,7 @@ def checkpoints(out_dir):
 
 
 def newest_checkpoint(out_dir):
-    """(model, checkpoint) from ckpt.pt or, if that is missing or broken, from the newest whole one beside it.
-
-    (None, None) if there is none at all; raises ValueError, naming the first, if there are some and none is whole.
-    """
+    """(model, checkpoint) from ckpt.pt or, if it is missing or broken, the newest whole one; (None, None) of none."""
     errors, whole = [], []
     for path in checkpoints(out_dir):
         try:
@@ -325,8 +311,7 @@ def newest_checkpoint(out_dir):
 def open_out_dir(s, num_params, step, say):
     """Readies out_dir: (log.csv, open for the row of `step`; the lock that keeps other runs out until this one ends).
 
-    A fresh run moves an earlier one's files into previous-<n>. Raises ValueError where another run is at work,
-    something else has a file's name, or checkpoints would not fit on the disk.
+    A fresh run moves an earlier one's files into previous-<n>.
     """
     try:
         os.makedirs(s.out_dir, exist_ok=True)
@@ -376,10 +361,9 @@ def open_log(out_dir, step):
 # ---- the run --------------------------------------------------------------------------------------------------
 
 def pick_dtype(name, device):
-    """The name of the dtype of the matrix products on device; raises ValueError for what it lacks.
+    """The name of the dtype of the matrix products on device.
 
-    auto is bfloat16 where the hardware multiplies it many times faster than float32: on GPUs from Ampere on, and on
-    CPUs with matrix units (AMX).
+    auto is bfloat16 where it multiplies many times faster: on GPUs from Ampere on, and on CPUs with matrix units (AMX).
     """
     if name == "float16" and device.type != "cuda":
         raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take another")
@@ -414,10 +398,7 @@ def learning_rate_at(step, s):
 
 
 class Run:
-    """A run: built fresh or as a checkpoint left it, then taken step by step from its data to its checkpoints.
-
-    Raises ValueError or OSError, with a sentence for the user, if it cannot be built.
-    """
+    """A run: built fresh or as a checkpoint left it, then taken step by step from its data to its checkpoints."""
 
     def __init__(self, s, model, checkpoint, processes):
         self.s, self.processes, self.device = s, processes, processes.device
@@ -455,10 +436,7 @@ class Run:
         self.network = DistributedDataParallel(self.model) if processes.world > 1 else self.model
 
     def compile(self):
-        """Compiles each block by itself, so that the time it takes does not grow with n_loop, and tries it on a batch.
-
-        Where this machine cannot, it says why and leaves the blocks as they were.
-        """
+        """Compiles each block by itself, so that its time does not grow with n_loop; says why where it cannot be."""
         s, kind, blocks = self.s, self.device.type, self.model.blocks
         long = s.tokens_per_step * s.max_steps * self.model.flops_per_token() > 1e15       # an hour on a CPU
         if s.compile == "False" or s.compile == "auto" and kind != "cuda" and not (kind == "cpu" and long):
@@ -522,10 +500,7 @@ class Run:
         return 0
 
     def take_step(self, batches, lr):
-        """Forward, backward, clip, update: (loss in nats per token, length of the gradient, the next step's batches).
-
-        Exits, with the step not taken, if loss or gradient are not finite.
-        """
+        """Forward, backward, clip, update: (loss in nats per token, the gradient's length, the next step's batches)."""
         loss, world = 0.0, self.processes.world
         for i, (idx, targets) in enumerate(batches):
             sync = i + 1 == len(batches) or world == 1                          # gradients meet once a step
@@ -587,10 +562,7 @@ class Run:
         return loss / len(positions)
 
     def save(self, best=False):
-        """Writes best.pt, if this is the best, and ckpt.pt; with --keep also ckpt-<step>.pt, of which keep + 1 stay.
-
-        best.pt goes first: after a kill between the two, the run repeats the steps since ckpt.pt and finds it again.
-        """
+        """Writes best.pt, if this is the best, and ckpt.pt; with --keep also ckpt-<step>.pt, of which keep + 1 stay."""
         if self.processes.rank:
             return
         s = self.s
@@ -598,7 +570,7 @@ class Run:
         state = dict(step=self.step, model=self.model.state_dict(), optimizer=self.optimizer.state_dict()["state"],
                      scaler=self.scaler.state_dict(), config=asdict(self.model.config), settings=asdict(s),
                      tokenizer=self.tokenizer, best_val_loss=self.best_val_loss, seconds=self.seconds)
-        try:
+        try:    # best.pt first: after a kill between the two, the run repeats the steps since ckpt.pt and finds it again
             for name in ["best.pt"] * best + [f"ckpt-{self.step:08d}.pt"] * bool(s.keep) + ["ckpt.pt"]:
                 with whole_file(os.path.join(s.out_dir, name)) as f:
                     torch.save(state, f)
@@ -639,7 +611,7 @@ class Scorer:
         return self.encoding.encode(string)
 
     def share(self, costs, answer):
-        """All requests' answers; answer(numbers) gives those of a batch. costs: the tokens of each, the most first."""
+        """All requests' answers; answer(numbers) gives those of a batch. costs: the tokens of each, the most go first."""
         from tqdm import tqdm
         p, limit, batches = self.run.processes, self.run.s.batch_size * self.run.s.block_size, []
         order = sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -710,10 +682,7 @@ class Scorer:
 
 
 def ask_lm_eval(run):
-    """lm_eval's results on the tasks, on every process. Exits with one sentence on a task's fault.
-
-    YAML files in data/tasks/ are tasks too, before those of the same name in lm_eval.
-    """
+    """lm_eval's results on the tasks, on every process; those in data/tasks/ go before lm_eval's of the same name."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")     # for standard errors, lm_eval would start this program again
     run.processes.say(f"tasks {run.s.tasks}: lm_eval reads their data")
     names, own, quiet, lm = run.s.tasks.split(","), os.path.join("data", "tasks"), io.StringIO(), None
