@@ -13,6 +13,7 @@ import signal
 
 if __name__ == "__main__":      # Ctrl-C, also while torch is being imported; training has its own way to stop
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")       # what its sockets would tell, we tell in one sentence
 
 import argparse
 import csv
@@ -570,7 +571,7 @@ class Run:
         state = dict(step=self.step, model=self.model.state_dict(), optimizer=self.optimizer.state_dict()["state"],
                      scaler=self.scaler.state_dict(), config=asdict(self.model.config), settings=asdict(s),
                      tokenizer=self.tokenizer, best_val_loss=self.best_val_loss, seconds=self.seconds)
-        try:    # best.pt first: after a kill between the two, the run repeats the steps since ckpt.pt and finds it again
+        try:    # best.pt first: after a kill between the two, the run repeats the steps since ckpt.pt, and finds it
             for name in ["best.pt"] * best + [f"ckpt-{self.step:08d}.pt"] * bool(s.keep) + ["ckpt.pt"]:
                 with whole_file(os.path.join(s.out_dir, name)) as f:
                     torch.save(state, f)
@@ -611,7 +612,7 @@ class Scorer:
         return self.encoding.encode(string)
 
     def share(self, costs, answer):
-        """All requests' answers; answer(numbers) gives those of a batch. costs: the tokens of each, the most go first."""
+        """All requests' answers; answer(numbers) gives those of a batch. costs: the tokens of each, the most first."""
         from tqdm import tqdm
         p, limit, batches = self.run.processes, self.run.s.batch_size * self.run.s.block_size, []
         order = sorted(range(len(costs)), key=lambda i: -costs[i])
