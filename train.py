@@ -367,7 +367,8 @@ def pick_dtype(name, device):
     auto is bfloat16 where it multiplies many times faster: on GPUs from Ampere on, and on CPUs with matrix units (AMX).
     """
     if name == "float16" and device.type != "cuda":
-        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take another")
+        raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or "
+                         "bfloat16")
     fast = {"cuda": lambda: torch.cuda.get_device_capability() >= (8, 0), "mps": lambda: False,
             "cpu": lambda: getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)}
     return name if name != "auto" else "bfloat16" if fast[device.type]() else "float32"
@@ -406,7 +407,7 @@ class Run:
         self.stopped_by, self.stopped = [], False       # signals that ask to stop; if one came to any process
         s.dtype = pick_dtype(s.dtype, self.device)      # a choice that a resumed run keeps
         if s.grad_accum % processes.world and not s.eval_only:
-            raise ValueError(f"grad_accum={s.grad_accum} micro-steps are no multiple of {processes.world} processes")
+            raise ValueError(f"grad_accum={s.grad_accum} cannot be shared evenly by {processes.world} processes")
         if processes.rank == 0 and s.dataset == "pydocs" and not os.path.exists("data/pydocs/meta.json"):
             prepare_pydocs()
         processes.total(0)                              # the others wait for it
