@@ -6,13 +6,14 @@
     python train.py --resume=True --eval_only=True --tasks=hellaswag       # what lm_eval makes of the model
 
 Writes out/ckpt.pt (latest), out/best.pt (lowest validation loss) and out/log.csv (one row a step); an evaluation leaves
-them alone and appends to out/eval.csv.
+them alone and appends to out/eval.csv. What a user can get wrong is a ValueError of one sentence, which main prints.
 """
 import os
 import signal
 
 if __name__ == "__main__":      # Ctrl-C, also while torch is being imported; training has its own way to stop
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")       # what its sockets would tell, we tell in one sentence
 
 import argparse
 import csv
@@ -35,29 +36,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.benchmark import Timer
 
 from model import GPT, SCALINGS, GPTConfig, load_checkpoint, pick_device
 from prepare import load_tokenizer, prepare_pydocs, read_shard, whole_file
-
-try:
-    import fcntl
-except ImportError:     # Windows
-    fcntl = None
 
 
 # ---- settings -------------------------------------------------------------------------------------------------
 
 def flag(default, help, **limits):
-    """A field of Settings. Limits: choices=(...), least=x for value >= x, above=x for value > x."""
+    """A field of Settings. Limits: choices=(...), or least=x for values from x on, 2^31 and infinity excluded."""
     return field(default=default, metadata=dict(help=help, **limits))
 
 
 @dataclass
 class Settings:
-    """Every setting of a run; the fields are the flags. Raises ValueError for a value out of its limits."""
+    """Every setting of a run; the fields are the flags."""
     preset: str = flag("tiny", "which defaults the other settings have", choices=("tiny", "small", "medium"))
     out_dir: str = flag("out", "folder for checkpoints and log.csv")
-    resume: str = flag("False", "True goes on from the checkpoint in out_dir, auto if there is one",
+    resume: str = flag("False", "go on from out_dir's checkpoint; auto: if there is one",
                        choices=("False", "True", "auto"))
     seed: int = flag(1, "of the initial weights and of the batches", least=0)
     # data
@@ -74,11 +71,11 @@ class Settings:
     exponent: float | None = flag(None, "p of the residual scaling, in place of 1/2 (deeploop) or 1/4 (deepnorm)")
     # optimization
     max_steps: int = flag(1200, "steps of the whole run", least=1)
-    learning_rate: float = flag(3e-3, "at its peak; a cosine takes it down to a tenth", above=0)
+    learning_rate: float = flag(3e-3, "at its peak; a cosine takes it down to a tenth", least=1e-30)
     scale_lr: bool = flag(False, "each matrix's rate times its initial gain at R rounds over that at one")
     warmup_steps: int = flag(300, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "AdamW's", least=0)
-    grad_clip: float = flag(1.0, "longest gradient, in the 2-norm", above=0)
+    grad_clip: float = flag(1.0, "longest gradient, in the 2-norm", least=1e-30)
     # evaluation
     eval_interval: int = flag(200, "steps between evaluations, each with a checkpoint", least=1)
     eval_windows: int = flag(256, "validation sequences, evenly spaced and the same each time", least=1)
@@ -100,13 +97,9 @@ class Settings:
 
     def __post_init__(self):
         for f in fields(self):
-            value, limits = getattr(self, f.name), f.metadata
-            if "choices" in limits and value not in limits["choices"]:
-                raise ValueError(f"{f.name}={value} is none of {', '.join(limits['choices'])}")
-            if "least" in limits and not limits["least"] <= value < 2 ** 31:
-                raise ValueError(f"{f.name}={value} is not a number from {limits['least']} to 2^31")
-            if "above" in limits and not limits["above"] < value < math.inf:
-                raise ValueError(f"{f.name}={value} is not a finite number above {limits['above']}")
+            value, least, end = getattr(self, f.name), f.metadata.get("least"), 2 ** 31 if f.type is int else math.inf
+            if least is not None and not least <= value < end:
+                raise ValueError(f"{f.name}={value} is not at least {least} and below {end}")
         if self.eval_only and self.resume == "False":
             raise ValueError("eval_only=True evaluates the checkpoint that a run left; add --resume=True")
         if self.tasks and not self.eval_only:
@@ -119,7 +112,6 @@ class Settings:
         return self.batch_size * self.grad_accum * self.block_size
 
     def gpt_config(self, vocab_size=256):
-        """The shape of the run's model. Raises ValueError for one that cannot be built."""
         return GPTConfig(vocab_size, **{name: getattr(self, name) for name in MODEL_FLAGS})
 
 
@@ -135,65 +127,55 @@ MODEL_FLAGS = ("block_size", "n_layer", "n_loop", "n_head", "n_embd", "scaling",
 
 
 def boolean(text):
-    """The bool that text spells, True or False; anything else is a ValueError, which argparse reports."""
-    if text not in ("True", "False"):
-        raise ValueError
-    return text == "True"
+    """The bool that text spells; argparse reports the ValueError for what is neither."""
+    return ("False", "True").index(text) == 1
 
 
 def configure(argv):
     """(settings, model, checkpoint) of the run that the flags ask for; the latter two are None for a fresh one.
 
-    A flag wins over the checkpoint's settings, and those over the preset. Exits with one sentence on a bad flag, on
-    one that contradicts the checkpoint, and if there is no checkpoint where one is asked for.
+    A flag wins over the checkpoint's settings, and those over the preset.
     """
     parser = argparse.ArgumentParser(prog="train.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS,
                                      description="Trains a looped GPT: [torchrun] train.py [--name=value ...]")
     for f in fields(Settings):
-        kind = {bool: boolean, float | None: float}.get(f.type, f.type)
+        kind, choices = {bool: boolean, float | None: float}.get(f.type, f.type), f.metadata.get("choices")
         others = "".join(f"; {name}: {preset[f.name]}" for name, preset in PRESETS.items() if f.name in preset)
-        parser.add_argument("--" + f.name, type=kind, choices=f.metadata.get("choices"),
-                            metavar=None if "choices" in f.metadata else kind.__name__,
+        parser.add_argument("--" + f.name, type=kind, choices=choices, metavar=None if choices else kind.__name__,
                             help=f"{f.metadata['help']} (default: {f.default}{others})")
     given = vars(parser.parse_args(argv))
-    try:
-        s = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
-        model, checkpoint = newest_checkpoint(s.out_dir) if s.resume != "False" else (None, None)
-        if checkpoint:
-            s = resumed(s, given, checkpoint["settings"])
-            model.n_loop = s.n_loop         # an evaluation may ask for another number of rounds
-        elif s.resume == "True" or s.eval_only:
-            raise ValueError(f"resume={s.resume}, but {s.out_dir} holds no checkpoint; train a model there first")
-        s.gpt_config()
-        return s, model, checkpoint
-    except ValueError as error:
-        parser.error(str(error))
+    s = Settings(**(PRESETS[given.get("preset", "tiny")] | given))
+    model, checkpoint = newest_checkpoint(s.out_dir) if s.resume != "False" else (None, None)
+    if checkpoint:
+        s = resumed(s, given, checkpoint["settings"])
+        model.n_loop = s.n_loop         # an evaluation may ask for another number of rounds
+    elif s.resume == "True" or s.eval_only:
+        raise ValueError(f"resume={s.resume}, but {s.out_dir} holds no checkpoint; train a model there first")
+    s.gpt_config()                      # raises for a shape that cannot be built
+    return s, model, checkpoint
 
 
 def resumed(s, given, trained):
-    """The settings of a run that goes on, trained with those; raises ValueError for a given flag that contradicts them."""
-    trained = {"scale_lr": False, **trained}        # runs older than that switch did not scale
+    """The settings of a run that goes on, trained with those; none of the given flags may contradict them."""
+    trained = {f.name: f.default for f in fields(Settings)} | trained       # runs older than a switch did without
+    for name in ("preset", "scale_lr", *MODEL_FLAGS):
+        if given.get(name, trained[name]) != trained[name] and not (s.eval_only and name == "n_loop"):
+            raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {s.out_dir}, which has "
+                             f"{name}={trained[name]}; leave the flag out, or choose another --out_dir")
     here = dict(out_dir=s.out_dir, resume=s.resume)         # where the checkpoint lies now
     if s.eval_only:
-        here["compile"] = "False"                   # batches of many lengths: each would be compiled anew
+        here["compile"] = "False"       # batches of many lengths: each would be compiled anew
     try:
-        for name in ("preset", "scale_lr", *MODEL_FLAGS):
-            if given.get(name, trained[name]) != trained[name] and not (s.eval_only and name == "n_loop"):
-                raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {s.out_dir}, which has "
-                                 f"{name}={trained[name]}; leave the flag out, or choose another --out_dir")
         return Settings(**(trained | here | given))
-    except (KeyError, TypeError):
+    except TypeError:
         raise ValueError(f"the checkpoint in {s.out_dir} has settings that this version of train.py lacks") from None
 
 
 # ---- data -----------------------------------------------------------------------------------------------------
 
 class Split:
-    """The shards of a dataset's training or validation split, memory-mapped, as windows of block_size + 1 tokens.
-
-    Raises ValueError if there is no shard, a broken one, or no window at all.
-    """
+    """The shards of a dataset's split, train or val, memory-mapped, as windows of block_size + 1 tokens."""
 
     def __init__(self, dataset, split, block_size, vocab_size):
         paths = sorted(glob.glob(os.path.join("data", glob.escape(dataset), f"*{split}*.bin")))
@@ -209,73 +191,62 @@ class Split:
                              "smaller --block_size")
 
     def read(self, positions, device):
-        """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order.
-
-        Exits, naming the shard, for a token that is not below vocab_size.
-        """
+        """idx and targets, each (B, T) int64 on device, of the windows numbered positions (B,) in the split's order."""
         ends = self.counts.cumsum()
         which = np.searchsorted(ends, positions, side="right")
         starts = positions - (ends - self.counts)[which]
-        rows = np.empty((len(positions), self.block_size + 1), dtype=np.uint16)             # (B, T + 1)
-        for w in np.unique(which):      # one read a shard
-            rows[which == w] = self.shards[w][starts[which == w, None] + np.arange(self.block_size + 1)]
+        rows = np.stack([self.shards[w][i:i + self.block_size + 1] for w, i in zip(which, starts)])     # (B, T + 1)
         if rows.max() >= self.vocab_size:
             name = self.shards[which[rows.max(axis=1).argmax()]].filename
             sys.exit(f"train.py: {name} holds token {rows.max()}, and the vocabulary ends at {self.vocab_size - 1}; "
                      "the file is damaged, or meta.json beside it belongs to other shards")
         tokens = torch.from_numpy(rows.astype(np.int64))
-        if device.type == "cuda":
-            tokens = tokens.pin_memory()
-        tokens = tokens.to(device, non_blocking=True)
+        tokens = (tokens.pin_memory() if device.type == "cuda" else tokens).to(device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
 
 
 def load_meta(dataset):
-    """The tokenizer's name and vocabulary size of data/<dataset>; raises ValueError if it is not prepared."""
+    """The tokenizer's name and vocabulary size of data/<dataset>."""
     if dataset in ("", ".", "..", "tasks") or os.path.basename(dataset) != dataset:
         raise ValueError(f"dataset={dataset} is not the name of a folder of tokens under data/")
-    path = os.path.join("data", dataset, "meta.json")
+    path, anew = os.path.join("data", dataset, "meta.json"), f"make it: python prepare.py --dataset={dataset}"
+    if not os.path.isfile(path):        # a pipe would be waited for
+        raise ValueError(f"{path} is no file, so the dataset is missing or unfinished; {anew} (and --input PATH for "
+                         "text of your own)")
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        if type(meta["vocab_size"]) is not int or meta["vocab_size"] < {"bytes": 256, "gpt2": 50257}[meta["tokenizer"]]:
-            raise ValueError
-        return meta["tokenizer"], meta["vocab_size"]
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist, so the dataset is missing or unfinished; make it with: "
-                         f"python prepare.py --dataset={dataset} (and --input PATH for text of your own)") from None
+        if type(meta["vocab_size"]) is int and meta["vocab_size"] >= dict(bytes=256, gpt2=50257)[meta["tokenizer"]]:
+            return meta["tokenizer"], meta["vocab_size"]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the "
-                         f"folder and make it anew: python prepare.py --dataset={dataset}") from None
+        pass
+    raise ValueError(f"{path} does not name a tokenizer, bytes or gpt2, and a vocab_size that it fits; delete the "
+                     f"folder and {anew}")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------
 
 class Processes:
-    """This process among those of its run, as torchrun's variables tell; one alone needs none.
+    """This process among those of its run, as torchrun's variables tell; one alone needs none."""
 
-    Raises ValueError if they are missing, no numbers, or contradict one another.
-    """
-
-    def __init__(self):
+    def __init__(self, device, timeout):
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
         given = {name: os.environ[name] for name in names if os.environ.get(name)}
         try:
-            self.rank, self.local_rank, self.world, port = (
+            self.rank, local_rank, self.world, port = (
                 int(given.get(name, default)) for name, default in zip(names, (0, 0, 1, 1)))
             told = self.world == 1 or len(given) == len(names)
-            if not (told and 0 <= self.local_rank <= self.rank < self.world and 0 < port < 65536):
+            if not (told and 0 <= local_rank <= self.rank < self.world and 0 < port < 65536):
                 raise ValueError
         except ValueError:
-            raise ValueError(f"the environment's {', '.join(f'{name}={given.get(name)}' for name in names)} do not tell "
-                             "this process of several from the others; torchrun sets them, or unset them") from None
-
-    def join(self, device, timeout):
-        """Meets the others. Raises ValueError if they do not come within timeout seconds."""
-        self.device = device
+            told = ", ".join(f"{name}={given.get(name)}" for name in names)
+            raise ValueError(f"the environment's {told} do not tell this process of several from the others; torchrun "
+                             "sets them, or unset them") from None
+        self.device = pick_device(device, local_rank)
         if self.world > 1:
             try:
-                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+                dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
+                                        timeout=timedelta(seconds=timeout))
                 self.total(0)
             except RuntimeError as error:
                 raise ValueError(f"process {self.rank} of {self.world} did not meet the others within "
@@ -322,10 +293,7 @@ def checkpoints(out_dir):
 
 
 def newest_checkpoint(out_dir):
-    """(model, checkpoint) from ckpt.pt or, if that is missing or broken, from the newest whole one beside it.
-
-    (None, None) if there is none at all; raises ValueError, naming the first, if there are some and none is whole.
-    """
+    """(model, checkpoint) from ckpt.pt or, if it is missing or broken, the newest whole one; (None, None) of none."""
     errors, whole = [], []
     for path in checkpoints(out_dir):
         try:
@@ -344,20 +312,19 @@ def newest_checkpoint(out_dir):
 def open_out_dir(s, num_params, step, say):
     """Readies out_dir: (log.csv, open for the row of `step`; the lock that keeps other runs out until this one ends).
 
-    A fresh run moves an earlier one's files into previous-<n>. Raises ValueError where another run is at work,
-    something else has a file's name, or checkpoints would not fit on the disk.
+    A fresh run moves an earlier one's files into previous-<n>.
     """
     try:
         os.makedirs(s.out_dir, exist_ok=True)
+        lock = open(os.path.join(s.out_dir, ".lock"), "w")
     except OSError as error:
         raise ValueError(f"out_dir={s.out_dir} cannot be made ({error.strerror}); choose another") from None
-    lock = open(os.path.join(s.out_dir, ".lock"), "w")
     try:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another run is writing to out_dir={s.out_dir}; let it end, or choose another") from None
-    except OSError:         # a file system without locks
+    except (ImportError, OSError):      # Windows; a file system without locks
         pass
     files = [os.path.join(s.out_dir, name) for name in ("ckpt.pt", "best.pt", "log.csv", "eval.csv")]
     for path in files:
@@ -372,33 +339,32 @@ def open_out_dir(s, num_params, step, say):
                          f"{need / 1e6:,.1f} MB; make room or choose another")
     if old and s.resume == "False":
         names = (os.path.join(s.out_dir, f"previous-{n}") for n in itertools.count(1))
-        folder = next(name for name in names if not os.path.exists(name))
+        folder = next(itertools.filterfalse(os.path.exists, names))
         os.makedirs(folder)
         for path in {*old, *filter(os.path.isfile, files)}:
-            os.replace(path, os.path.join(folder, os.path.basename(path)))
+            shutil.move(path, folder)
         say(f"the run that {s.out_dir} held is now in {folder}")
     return open_log(s.out_dir, step), lock
 
 
 def open_log(out_dir, step):
     """log.csv, open for appending the row of `step`: later rows, which a run that was cut off left, are dropped."""
-    path, rows = os.path.join(out_dir, "log.csv"), []
-    if step > 0 and os.path.isfile(path):
-        with open(path, encoding="utf-8", errors="replace") as f:
-            rows = [line.strip() for line in f if line.count(",") == len(LOG_COLUMNS) - 1
-                    and re.match(r"[0-9]{1,15},", line) and int(line.split(",")[0]) < step]
+    path = os.path.join(out_dir, "log.csv")
+    with open(path, "a+", encoding="utf-8", errors="replace") as f:
+        f.seek(0)
+        rows = [line.strip() for line in f if line.count(",") == len(LOG_COLUMNS) - 1
+                and re.match(r"[0-9]{1,15},", line) and int(line.split(",")[0]) < step]
     with whole_file(path) as f:
         f.write("".join(line + "\n" for line in [",".join(LOG_COLUMNS), *rows]).encode())
-    return open(path, "a", newline="", encoding="utf-8")
+    return open(path, "a", buffering=1, newline="", encoding="utf-8")     # a row is out as soon as it is written
 
 
 # ---- the run --------------------------------------------------------------------------------------------------
 
 def pick_dtype(name, device):
-    """The name of the dtype of the matrix products on device; raises ValueError for what it lacks.
+    """The name of the dtype of the matrix products on device.
 
-    auto is bfloat16 where the hardware multiplies it many times faster than float32: on GPUs from Ampere on, and on
-    CPUs with matrix units (AMX).
+    auto is bfloat16 where it multiplies many times faster: on GPUs from Ampere on, and on CPUs with matrix units (AMX).
     """
     if name == "float16" and device.type != "cuda":
         raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or "
@@ -409,15 +375,11 @@ def pick_dtype(name, device):
 
 
 def matmul_peak(device, dtype):
-    """FLOP/s of this device in a plain matrix product of dtype, measured for about half a second."""
+    """FLOP/s of this device in a plain matrix product of dtype, the best of half a second."""
     n = 1024 if device.type == "cpu" else 8192
     a = torch.randn(n, n, device=device, dtype=dtype)
-    best, end = math.inf, time.perf_counter() + 0.5
-    while time.perf_counter() < end:
-        began = time.perf_counter()
-        (a @ a)[0, 0].item()        # .item() waits for the device
-        best = min(best, time.perf_counter() - began)
-    return 2 * n ** 3 / best
+    timer = Timer("(a @ a)[0, 0].item()", globals=dict(a=a), num_threads=torch.get_num_threads())   # .item() waits
+    return 2 * n ** 3 / min(timer.blocked_autorange(min_run_time=0.5).times)
 
 
 def describe(s, model):
@@ -438,26 +400,21 @@ def learning_rate_at(step, s):
 
 
 class Run:
-    """A run: built fresh or as a checkpoint left it, then taken step by step from its data to its checkpoints.
-
-    Raises ValueError or OSError, with a sentence for the user, if it cannot be built.
-    """
+    """A run: built fresh or as a checkpoint left it, then taken step by step from its data to its checkpoints."""
 
     def __init__(self, s, model, checkpoint, processes):
-        self.s, self.processes, self.stopped_by = s, processes, []      # the last: the signal that asks to stop
-        self.device = pick_device(s.device, processes.local_rank)
+        self.s, self.processes, self.device = s, processes, processes.device
+        self.stopped_by, self.stopped = [], False       # signals that ask to stop; if one came to any process
         s.dtype = pick_dtype(s.dtype, self.device)      # a choice that a resumed run keeps
         if s.grad_accum % processes.world and not s.eval_only:
-            raise ValueError(f"grad_accum={s.grad_accum} micro-steps cannot be shared evenly by {processes.world} "
-                             "processes")
-        processes.join(self.device, s.timeout)
+            raise ValueError(f"grad_accum={s.grad_accum} cannot be shared evenly by {processes.world} processes")
         if processes.rank == 0 and s.dataset == "pydocs" and not os.path.exists("data/pydocs/meta.json"):
             prepare_pydocs()
         processes.total(0)                              # the others wait for it
         self.tokenizer, vocab_size = load_meta(s.dataset)
         state = checkpoint or dict(step=0, best_val_loss=math.inf, seconds=0.0, tokenizer=self.tokenizer)
         if state["tokenizer"] != self.tokenizer:
-            raise ValueError(f"dataset={s.dataset} has {self.tokenizer} tokens; the checkpoint in {s.out_dir} was "
+            raise ValueError(f"dataset={s.dataset} has {self.tokenizer} tokens, and the checkpoint in {s.out_dir} was "
                              f"trained on {state['tokenizer']} tokens")
         if state["step"] > s.max_steps:
             raise ValueError(f"max_steps={s.max_steps} is less than the {state['step']} steps that the checkpoint in "
@@ -481,10 +438,7 @@ class Run:
         self.network = DistributedDataParallel(self.model) if processes.world > 1 else self.model
 
     def compile(self):
-        """Compiles each block by itself, so that the time it takes does not grow with n_loop, and tries it on a batch.
-
-        Where this machine cannot, it says why and leaves the blocks as they were.
-        """
+        """Compiles each block by itself, so that its time does not grow with n_loop; says why where it cannot be."""
         s, kind, blocks = self.s, self.device.type, self.model.blocks
         long = s.tokens_per_step * s.max_steps * self.model.flops_per_token() > 1e15       # an hour on a CPU
         if s.compile == "False" or s.compile == "auto" and kind != "cuda" and not (kind == "cpu" and long):
@@ -507,38 +461,6 @@ class Run:
         positions = rng.integers(self.train_data.windows, size=(self.s.grad_accum, self.s.batch_size))
         return [self.train_data.read(p, self.device) for p in positions[self.processes.rank::self.processes.world]]
 
-    def take_step(self, batches):
-        """Forward, backward, clip, update: (loss in nats per token, length of the gradient, batches of the next step).
-
-        Exits, with the step not taken, if loss or gradient are not finite.
-        """
-        loss = 0.0
-        for i, (idx, targets) in enumerate(batches):
-            sync = i + 1 == len(batches) or self.processes.world == 1           # gradients meet once a step
-            with nullcontext() if sync else self.network.no_sync():
-                with self.autocast:
-                    micro_loss = self.network(idx, targets)[1] / len(batches)
-                self.scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
-        batches = self.batches(self.step + 1)                                   # while the device computes
-        (loss,), grad_norm = self.processes.total(loss.item() / self.processes.world), grad_norm.item()
-        if not math.isfinite(loss) or not math.isfinite(grad_norm) and not self.scaler.is_enabled():
-            self.not_finite(f"loss {loss}, gradient norm {grad_norm}")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.step, self.s) * group["scale"]
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        return loss, grad_norm, batches
-
-    def not_finite(self, found):
-        sys.exit(f"train.py: step {self.step}: {found} at learning rate {learning_rate_at(self.step, self.s):.3g}; the "
-                 "step was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in "
-                 f"{self.s.out_dir} stay")
-
     def train(self):
         """Steps to max_steps, or until SIGINT or SIGTERM: the exit status. A second signal ends the process at once."""
         def on_signal(number, frame):
@@ -551,46 +473,39 @@ class Run:
         peak = self.processes.world * matmul_peak(self.device, getattr(torch, s.dtype))
         say(f"{describe(s, self.model)}\n{self.processes.world} x {self.device.type} in {s.dtype}, matrix products at "
             f"{peak / 1e9:,.0f} GFLOP/s; from step {self.step}")
-        batches, stopped = self.batches(self.step), False
-        while not stopped:
-            row = dict(step=self.step)              # it tells of the weights after that many steps
-            if self.step % s.eval_interval == 0 or self.step == s.max_steps:
-                measured = self.validate(batches[0])
-                if measured is None:
-                    break
-                row |= measured
-            if self.step == s.max_steps:
-                self.log(**row, seconds=f"{self.seconds:.3f}")
-                say(f"done: python sample.py --out_dir={s.out_dir}")
-                return 0
-            probe = batches[0][0] if "val_loss" in row and self.processes.rank == 0 else None
-            before = self.hidden(probe)
+        hidden, batches = torch.no_grad()(self.model.hidden), self.batches(self.step)
+        while not self.stopped:
+            due = self.step % s.eval_interval == 0 or self.step == s.max_steps
+            row = dict(step=self.step) | (self.validate(batches[0]) if due else {})     # of the weights after that many
+            if self.stopped or self.step == s.max_steps:
+                break
+            idx = batches[0][0]
+            before = hidden(idx) if due else None
             began, lr = time.perf_counter(), learning_rate_at(self.step, s)
-            loss, grad_norm, batches, stopped = self.take_step(batches, lr)
+            loss, grad_norm, batches = self.take_step(batches, lr)
             took = time.perf_counter() - began
             self.seconds += took
-            if probe is not None:
-                row["hidden_change"] = ((self.hidden(probe) - before).norm() / before.norm()).item()
-            self.log(**row, train_loss=loss, lr=lr, grad_norm=grad_norm, seconds=f"{self.seconds:.3f}",
-                     tokens_per_s=f"{s.tokens_per_step / took:.1f}")
+            if due:
+                row["hidden_change"] = ((hidden(idx) - before).norm() / before.norm()).item()
+            self.log(**row, train_loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=f"{s.tokens_per_step / took:.1f}")
             if self.step % s.log_interval == 0 or self.step == first_step + 1:
                 speed = s.tokens_per_step * (self.step - first_step) / (self.seconds - first_seconds)
-                left = round(s.tokens_per_step * (s.max_steps - self.step) / speed)
+                left = timedelta(seconds=round(s.tokens_per_step * (s.max_steps - self.step) / speed))
                 say(f"step {self.step:6d}/{s.max_steps}  loss {loss:.4f}  lr {lr:.2e}  gradient {grad_norm:.2f}  "
-                    f"{speed:,.0f} tokens/s  {speed * self.model.flops_per_token() / peak:.0%} of peak  "
-                    f"{timedelta(seconds=left)} left")
-        self.save()
-        say(f"stopped by a signal at step {self.step} and saved; go on with --resume=auto")
-        return 128 + (self.stopped_by or [signal.SIGTERM])[0]       # what follows && must not run on half a model
+                    f"{speed:,.0f} tokens/s  {speed * self.model.flops_per_token() / peak:.0%} of peak  {left} left")
+        if self.stopped:
+            self.save()
+            say(f"stopped by a signal at step {self.step} and saved; go on with --resume=auto")
+            return 128 + (self.stopped_by or [signal.SIGTERM])[0]   # what follows && must not run on half a model
+        self.log(**row)
+        say(f"done: python sample.py --out_dir={s.out_dir}")
+        return 0
 
     def take_step(self, batches, lr):
-        """Forward, backward, clip, update. Exits, with the step not taken, if loss or gradient are not finite.
-
-        Returns the loss (nats per token), the gradient's length, the next step's batches, and if a signal came.
-        """
-        loss = 0.0
+        """Forward, backward, clip, update: (loss in nats per token, the gradient's length, the next step's batches)."""
+        loss, world = 0.0, self.processes.world
         for i, (idx, targets) in enumerate(batches):
-            sync = i + 1 == len(batches) or self.processes.world == 1           # gradients meet once a step
+            sync = i + 1 == len(batches) or world == 1                          # gradients meet once a step
             with nullcontext() if sync else self.network.no_sync():
                 with self.autocast:
                     micro_loss = self.network(idx, targets)[1] / len(batches)
@@ -599,8 +514,8 @@ class Run:
         self.scaler.unscale_(self.optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
         batches = self.batches(self.step + 1)                                   # while the device computes
-        loss, stopped = self.processes.total(loss.item(), len(self.stopped_by))
-        loss, grad_norm = loss / self.processes.world, grad_norm.item()
+        loss, self.stopped = self.processes.total(loss.item() / world, len(self.stopped_by))
+        grad_norm = grad_norm.item()
         if not math.isfinite(loss) or not math.isfinite(grad_norm) and not self.scaler.is_enabled():
             self.not_finite(f"loss {loss}, gradient norm {grad_norm}")
         for group in self.optimizer.param_groups:
@@ -609,27 +524,21 @@ class Run:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return loss, grad_norm, batches, bool(stopped)
+        return loss, grad_norm, batches
 
     def not_finite(self, found):
         sys.exit(f"train.py: step {self.step}: {found} at learning rate {learning_rate_at(self.step, self.s):.3g}; the "
                  "step was not taken. Try a smaller --learning_rate or more --warmup_steps; checkpoints in "
                  f"{self.s.out_dir} stay")
 
-    def batches(self, step):
-        """This process's micro-batches of a step; all processes together read the same windows, however many."""
-        rng = np.random.default_rng((self.s.seed, step))
-        positions = rng.integers(self.train_data.windows, size=(self.s.grad_accum, self.s.batch_size))
-        return [self.train_data.read(p, self.device) for p in positions[self.processes.rank::self.processes.world]]
-
     def validate(self, batch):
-        """Evaluates, tells and saves. Returns what the log gets, or None if a signal came; exits if not finite."""
-        val_loss = self.evaluate()
-        if val_loss is None:
-            return None
+        """Evaluates, tells and saves: what the log gets, or nothing if a signal came. Exits if not finite."""
+        val_loss, told = self.evaluate(), ""
+        if self.stopped:
+            return {}
         if not math.isfinite(val_loss):
             self.not_finite(f"validation loss {val_loss}")
-        best, row, told = val_loss < self.best_val_loss, dict(val_loss=val_loss), ""
+        best, row = val_loss < self.best_val_loss, dict(val_loss=val_loss)
         self.best_val_loss = min(val_loss, self.best_val_loss)
         if self.s.log_alignment and self.processes.rank == 0:
             kappa = self.model.visit_alignment(*batch).flatten()                # (2 K,)
@@ -642,29 +551,20 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self):
-        """Mean loss over the validation windows, in nats per token; None if a signal cuts it short."""
+        """Mean loss over the validation windows, in nats per token; of no meaning if a signal cuts it short."""
         s, data, world = self.s, self.val_data, self.processes.world
-        positions = np.linspace(0, data.windows - 1, min(s.eval_windows, data.windows)).astype(np.int64)
-        loss = 0.0
+        positions, loss = np.linspace(0, data.windows - 1, min(s.eval_windows, data.windows)).astype(np.int64), 0.0
         for i in range(self.processes.rank * s.batch_size, len(positions), world * s.batch_size):
             if self.stopped_by:
                 break
             idx, targets = data.read(positions[i:i + s.batch_size], self.device)
             with self.autocast:
                 loss += self.model(idx, targets)[1].item() * len(idx)
-        loss, stopped = self.processes.total(loss, len(self.stopped_by))
-        return None if stopped else loss / len(positions)
-
-    @torch.no_grad()
-    def hidden(self, idx):
-        """The model's final hidden state (B, T, d) of idx; None for None."""
-        return None if idx is None else self.model.hidden(idx)
+        loss, self.stopped = self.processes.total(loss, len(self.stopped_by))
+        return loss / len(positions)
 
     def save(self, best=False):
-        """Writes best.pt, if this is the best, and ckpt.pt; with --keep also ckpt-<step>.pt, of which keep + 1 stay.
-
-        best.pt goes first: after a kill between the two, the run repeats the steps since ckpt.pt and finds it again.
-        """
+        """Writes best.pt, if this is the best, and ckpt.pt; with --keep also ckpt-<step>.pt, of which keep + 1 stay."""
         if self.processes.rank:
             return
         s = self.s
@@ -672,14 +572,13 @@ class Run:
         state = dict(step=self.step, model=self.model.state_dict(), optimizer=self.optimizer.state_dict()["state"],
                      scaler=self.scaler.state_dict(), config=asdict(self.model.config), settings=asdict(s),
                      tokenizer=self.tokenizer, best_val_loss=self.best_val_loss, seconds=self.seconds)
-        try:
+        try:    # best.pt first: after a kill between the two, the run repeats the steps since ckpt.pt, and finds it
             for name in ["best.pt"] * best + [f"ckpt-{self.step:08d}.pt"] * bool(s.keep) + ["ckpt.pt"]:
                 with whole_file(os.path.join(s.out_dir, name)) as f:
                     torch.save(state, f)
         except (OSError, RuntimeError) as error:    # torch turns a full disk into either
             reason = error if isinstance(error, OSError) else "is the disk full?"
-            sys.exit(f"train.py: the checkpoint of step {self.step} could not be written ({reason}); those before it "
-                     "stay")
+            sys.exit(f"train.py: the checkpoint of step {self.step} was not written ({reason}); those before it stay")
         if s.keep:
             for path in sorted(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt-*.pt")))[:-s.keep - 1]:
                 os.remove(path)
@@ -687,8 +586,8 @@ class Run:
     def log(self, **row):
         """Adds a row of LOG_COLUMNS to log.csv."""
         if self.processes.rank == 0:
-            csv.DictWriter(self.log_file, LOG_COLUMNS, lineterminator="\n").writerow(row)
-            self.log_file.flush()
+            writer = csv.DictWriter(self.log_file, LOG_COLUMNS, lineterminator="\n")
+            writer.writerow(row | dict(seconds=f"{self.seconds:.3f}"))
 
 
 # ---- downstream tasks -----------------------------------------------------------------------------------------
@@ -702,16 +601,13 @@ class Scorer:
 
     lm_eval sees one process: each of ours builds all requests, answers its share, and learns all answers.
     """
+    # what stands before a text without context
+    eot_token_id = property(lambda self: (self.encoding.start or self.encoding.encode("\n"))[0])
 
     def __init__(self, run):
         super().__init__()
         self.run, self.model, self.encoding = run, run.model, load_tokenizer(run.tokenizer)
         self.busy = False       # a fault while it is busy is the model's, not the task's
-
-    @property
-    def eot_token_id(self):
-        """What stands before a text without context."""
-        return (self.encoding.start or self.encoding.encode("\n"))[0]
 
     def tok_encode(self, string, **options):
         return self.encoding.encode(string)
@@ -720,10 +616,11 @@ class Scorer:
         """All requests' answers; answer(numbers) gives those of a batch. costs: the tokens of each, the most first."""
         from tqdm import tqdm
         p, limit, batches = self.run.processes, self.run.s.batch_size * self.run.s.block_size, []
-        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            if not batches or (len(batches[-1]) + 1) * costs[batches[-1][0]] > limit:
-                batches.append([])
-            batches[-1].append(i)
+        order = sorted(range(len(costs)), key=lambda i: -costs[i])
+        while order:
+            n = max(1, limit // costs[order[0]])
+            batches.append(order[:n])
+            del order[:n]
         self.busy, found = True, []
         for batch in tqdm(batches[p.rank::p.world], "tasks", disable=p.rank > 0 or None, file=sys.__stderr__):
             found += zip(batch, answer(batch))
@@ -736,34 +633,35 @@ class Scorer:
     def _loglikelihood_tokens(self, requests, **options):
         """(log-probability in nats, whether greedy decoding gives just that) of each continuation of a context.
 
-        Of both together the last block_size + 1 tokens count.
+        The context is cut from the left to what fits; a continuation longer than block_size is scored piece by piece.
         """
-        windows = [((context + tail)[-self.model.config.block_size - 1:], len(tail)) for _, context, tail in requests]
-        return self.share([len(ids) for ids, _ in windows], lambda batch: self.score([windows[i] for i in batch]))
+        T, windows, sums = self.model.config.block_size, [], [(0.0, True)] * len(requests)
+        for i, (_, context, continuation) in enumerate(requests):
+            ids = (context or [self.eot_token_id]) + continuation
+            for begin in range(len(ids) - len(continuation), len(ids), T):
+                piece = ids[begin:begin + T]
+                windows.append((i, (ids[:begin] + piece)[-T - 1:], len(piece)))
+        scores = self.share([len(ids) for _, ids, _ in windows], lambda batch: self.score([windows[j] for j in batch]))
+        for (i, _, _), (score, greedy) in zip(windows, scores):
+            sums[i] = sums[i][0] + score, sums[i][1] and greedy
+        return sums
 
     @torch.no_grad()
     def score(self, windows):
-        """(log-probability, is it greedy) of the last n ids, those with an id before them, of each window (ids, n)."""
-        rows, scores = [torch.tensor(ids) for ids, _ in windows], []
-        idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :-1].to(self.run.device)       # (B, T)
+        """(log-probability, is it greedy) of the last n ids of each window (_, ids, n)."""
+        rows, scores = [torch.tensor(ids, device=self.run.device) for _, ids, _ in windows], []
+        idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :-1]                           # (B, T)
         with self.run.autocast:
-            for x, ids, (_, n) in zip(self.model.hidden(idx), rows, windows):   # logits only where they count
-                targets = ids[1:][-n:].to(self.run.device)                                              # (n,)
-                logits = F.linear(x[:len(ids) - 1][-n:], self.model.wte.weight).float()                 # (n, V)
-                scores.append((-F.cross_entropy(logits, targets, reduction="sum").item(),
-                               bool((logits.argmax(-1) == targets).all())))
+            for x, ids, (_, _, n) in zip(self.model.hidden(idx), rows, windows):    # logits only where they count
+                logits = F.linear(x[len(ids) - 1 - n:len(ids) - 1], self.model.wte.weight).float()         # (n, V)
+                scores.append((-F.cross_entropy(logits, ids[-n:], reduction="sum").item(),
+                               torch.equal(logits.argmax(-1), ids[-n:])))
         return scores
 
     def loglikelihood_rolling(self, requests, **options):
-        """The log-probability of each whole text, window by window, each token once."""
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-        windows = [(i, *make_disjoint_window(window)) for i, request in enumerate(requests) for window in
-                   get_rolling_token_windows(self.tok_encode(request.args[0]), self.eot_token_id,
-                                             self.model.config.block_size, context_len=1)]
-        sums = [0.0] * len(requests)
-        for (i, _, _), (score, _) in zip(windows, self._loglikelihood_tokens(windows)):
-            sums[i] += score
-        return sums
+        """The log-probability of each whole text."""
+        texts = [(None, [], self.tok_encode(request.args[0])) for request in requests]
+        return [score for score, _ in self._loglikelihood_tokens(texts)]
 
     def generate_until(self, requests, **options):
         """What follows each prompt, up to the first of its stops."""
@@ -786,10 +684,7 @@ class Scorer:
 
 
 def ask_lm_eval(run):
-    """lm_eval's results on the tasks, on every process. Exits with one sentence on a task's fault.
-
-    YAML files in data/tasks/ are tasks too, before those of the same name in lm_eval.
-    """
+    """lm_eval's results on the tasks, on every process; those in data/tasks/ go before lm_eval's of the same name."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")     # for standard errors, lm_eval would start this program again
     run.processes.say(f"tasks {run.s.tasks}: lm_eval reads their data")
     names, own, quiet, lm = run.s.tasks.split(","), os.path.join("data", "tasks"), io.StringIO(), None
@@ -820,28 +715,24 @@ def ask_lm_eval(run):
 
 def evaluate_only(run):
     """Prints the validation loss and lm_eval's tables of the tasks, whose rows are appended to eval.csv."""
-    s, say = run.s, run.processes.say
-    results = ask_lm_eval(run) if s.tasks else None         # first, so that a misspelt name is told soon
-    val_loss = run.evaluate()
+    results = ask_lm_eval(run) if run.s.tasks else None     # first, so that a misspelt name is told soon
+    val_loss, say = run.evaluate(), run.processes.say
     say(f"step {run.step:6d}  validation loss {val_loss:.4f} nats per token")
     if results is None or run.processes.rank:
         return
     from lm_eval.utils import make_table
-    for kind in ("results", "groups"):
-        if kind in results:
-            say(make_table(results, kind))
+    for kind in filter(results.get, ("results", "groups")):
+        say(make_table(results, kind))
     if run.tokenizer == "bytes":
         say("this model reads bytes: these numbers compare with nothing published")
-    rows = []
-    for task, found in results["results"].items():
-        for metric, filter in (key.split(",") for key in found if "," in key and "_stderr," not in key):
-            rows.append((run.step, run.model.n_loop, results["n-shot"].get(task), task, metric, filter,
-                         found[f"{metric},{filter}"], found[f"{metric}_stderr,{filter}"], found["sample_len"], val_loss))
-    with open(os.path.join(s.out_dir, "eval.csv"), "a+", newline="", encoding="utf-8") as f:
+    rows = [(run.step, run.model.n_loop, results["n-shot"].get(task), task, *key.split(","), value,
+             found[key.replace(",", "_stderr,")], found["sample_len"], val_loss)
+            for task, found in results["results"].items()
+            for key, value in found.items() if "," in key and "_stderr," not in key]
+    with open(os.path.join(run.s.out_dir, "eval.csv"), "a+", newline="", encoding="utf-8") as f:
         f.seek(0)
-        if ",".join(EVAL_COLUMNS) not in f.read():
-            rows.insert(0, EVAL_COLUMNS)
-        csv.writer(f, lineterminator="\n").writerows(rows)
+        header = [] if ",".join(EVAL_COLUMNS) in f.read() else [EVAL_COLUMNS]
+        csv.writer(f, lineterminator="\n").writerows(header + rows)
 
 
 # ---- the entry ------------------------------------------------------------------------------------------------
@@ -857,11 +748,11 @@ def dry_run(s):
 
 
 def main(argv=None):
-    settings, model, checkpoint = configure(argv)
-    if settings.dry_run:
-        return dry_run(settings)
     try:
-        run = Run(settings, model, checkpoint, Processes())
+        settings, model, checkpoint = configure(argv)
+        if settings.dry_run:
+            return dry_run(settings)
+        run = Run(settings, model, checkpoint, Processes(settings.device, settings.timeout))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"train.py: {error}")
     run.processes.leave((evaluate_only(run) or 0) if settings.eval_only else run.train())
