@@ -557,7 +557,7 @@ def test_windows_stay_in_their_shard_and_are_drawn_in_proportion(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     os.makedirs("data/three")
     for i, n in enumerate((50, 8, 200)):                                        # the second is shorter than a window
-        write_shard(f"data/three/three_train_{i}.bin", np.arange(n) + 1000 * i)
+        Path(f"data/three/three_train_{i}.bin").write_bytes(shard_of(np.arange(n) + 1000 * i))
     split = train.Split("three", "train", block_size=8, vocab_size=2200)
     assert split.counts.tolist() == [42, 0, 192] and split.windows == 234
     idx, targets = split.read(np.arange(234), torch.device("cpu"))
@@ -822,7 +822,7 @@ def test_train_refuses_a_dataset_that_does_not_describe_itself(meta, folder, mon
 
 
 @pytest.mark.parametrize("flag", ["--n_loop=5", "--n_embd=64", "--scaling=preln", "--exponent=0.3", "--preset=small",
-                                  "--scale_lr=True"])
+                                  "--scale_lr=False"])
 def test_resume_refuses_another_model(trained, flag, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     name = flag[2:].split("=")[0]

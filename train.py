@@ -71,8 +71,8 @@ class Settings:
     exponent: float | None = flag(None, "p of the residual scaling, in place of 1/2 (deeploop) or 1/4 (deepnorm)")
     # optimization
     max_steps: int = flag(1200, "steps of the whole run", least=1)
-    learning_rate: float = flag(3e-3, "at its peak; a cosine takes it down to a tenth", least=1e-30)
-    scale_lr: bool = flag(False, "each matrix's rate times its initial gain at R rounds over that at one")
+    learning_rate: float = flag(1.6e-2, "at its peak; a cosine takes it down to a tenth", least=1e-30)
+    scale_lr: bool = flag(True, "each matrix's rate times its initial gain at R rounds over that at one")
     warmup_steps: int = flag(300, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "AdamW's", least=0)
     grad_clip: float = flag(1.0, "longest gradient, in the 2-norm", least=1e-30)
@@ -115,8 +115,8 @@ class Settings:
         return GPTConfig(vocab_size, **{name: getattr(self, name) for name in MODEL_FLAGS})
 
 
-PAPER = dict(dataset="openwebtext", block_size=1024, max_steps=100_000, learning_rate=1e-3, warmup_steps=2000,
-             eval_interval=1000, eval_windows=1920, log_interval=10)
+PAPER = dict(dataset="openwebtext", block_size=1024, max_steps=100_000, learning_rate=1e-3, scale_lr=False,
+             warmup_steps=2000, eval_interval=1000, eval_windows=1920, log_interval=10)
 PRESETS = {
     "tiny": {},
     # the paper's two models; 480 sequences a step either way
@@ -158,7 +158,7 @@ def configure(argv):
 
 def resumed(s, given, trained):
     """The settings of a run that goes on, trained with those; none of the given flags may contradict them."""
-    trained = {f.name: f.default for f in fields(Settings)} | trained       # runs older than a switch did without
+    trained = {f.name: f.default for f in fields(Settings)} | {"scale_lr": False} | trained     # of a run before it
     for name in ("preset", "scale_lr", *MODEL_FLAGS):
         if given.get(name, trained[name]) != trained[name] and not (s.eval_only and name == "n_loop"):
             raise ValueError(f"{name}={given[name]} contradicts the checkpoint in {s.out_dir}, which has "
