@@ -649,6 +649,19 @@ def test_resume_writes_where_it_read(folder):
     assert {path.name: path.read_bytes() for path in (folder / "first").iterdir()} == before
 
 
+def test_a_run_from_before_scale_lr_goes_on_without_it(folder):
+    train_here(folder, "--scale_lr=False", "--out_dir=calm")
+    process = start("train.py", *SMALL, "--scale_lr=False", cwd=folder)
+    wait_for(process, "step      6/")
+    process.kill()
+    process.communicate()
+    state = torch.load(folder / "out" / "ckpt.pt", weights_only=True)
+    del state["settings"]["scale_lr"], state["settings"]["timeout"]
+    torch.save(state, folder / "out" / "ckpt.pt")
+    train_here(folder, "--resume=True", small=())
+    assert same_run(folder / "calm", folder / "out")
+
+
 @pytest.mark.parametrize("broken", [None, b"", b"PK"])
 def test_a_run_survives_its_latest_checkpoint(trained, folder, broken):
     train_here(folder, "--keep=3", "--max_steps=8")
