@@ -12,12 +12,14 @@ them; N = K·R visits, the depth that the residual stream sees. Depth costs comp
 - RoPE, queries and keys normalized per head, SwiGLU, no biases, embedding and output head tied
 - the theory made measurable: `GPT.visit_alignment`, `first_step_change`, and `python model.py` to see both
 """
-import copy
-import itertools
-import math
 import os
-import sys
-from contextlib import nullcontext
+import signal
+
+if __name__ == "__main__":      # Ctrl-C, also while torch is being imported
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
+import copy
+import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -29,18 +31,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Scaling(NamedTuple):
-    """The constants of a residual-scaling rule at one depth; f is a branch, attention or MLP.
-
-        Post-LN   x = norm(alpha x + f(x))
-        Pre-LN    x = x + epsilon f(norm(x)), and a norm at the end
-
-    The gains multiply Xavier's initialization; no forward pass sees them. Queries and keys only steer: their gain is 1.
-    """
-    post_ln: bool
+    """The constants of a residual-scaling rule at one depth; f is a branch, attention or MLP."""
+    post_ln: bool           # x = norm(alpha x + f(x)); otherwise x = x + epsilon f(norm(x)), and a norm at the end
     alpha: float = 1.0
     epsilon: float = 1.0
-    gain_in: float = 1.0    # of v, gate and up, which read the residual stream
-    gain_out: float = 1.0   # of out and down, which write to it
+    gain_in: float = 1.0    # on Xavier's initialization of v, gate and up, which read the residual stream
+    gain_out: float = 1.0   # on that of out and down, which write to it; q and k only steer: their gain is 1
 
 
 def deepnorm(N, p):
@@ -57,8 +53,7 @@ def deepnorm(N, p):
 SCALINGS = {    # a rule is a function of K and R; one of your own is one more line
     "deeploop": lambda K, R: deepnorm(K * R, 1 / 2),
     "deepnorm": lambda K, R: deepnorm(K * R, 1 / 4),
-    # GPT-2's: the 2N branches add up to unit variance
-    "preln": lambda K, R: Scaling(post_ln=False, gain_out=(2 * K * R) ** -0.5),
+    "preln": lambda K, R: Scaling(post_ln=False, gain_out=(2 * K * R) ** -0.5),     # GPT-2's: 2N branches, variance 1
     # arXiv 2606.18524, factored parameterization: epsilon = lambda / (R sqrt(K)), here with lambda = 1
     "loop_preln": lambda K, R: Scaling(post_ln=False, epsilon=1 / (R * K ** 0.5)),
 }
@@ -77,9 +72,8 @@ class GPTConfig:
     exponent: float | None = None   # p, in place of deeploop's or deepnorm's own
 
     def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_loop", "n_head", "n_embd"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value < 2 ** 31:
+        for name, value in vars(self).items():
+            if name not in ("scaling", "exponent") and (type(value) is not int or not 1 <= value < 2 ** 31):
                 raise ValueError(f"{name}={value!r} is not a whole number from 1 to 2^31")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head} into heads of even width, "
@@ -87,51 +81,35 @@ class GPTConfig:
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling={self.scaling!r} is none of {', '.join(SCALINGS)}")
         if self.exponent is not None:
-            if not self.constants().post_ln:
-                raise ValueError(f"exponent={self.exponent} has no meaning under scaling={self.scaling}; leave it out")
             if type(self.exponent) not in (int, float) or not 0 <= self.exponent <= 1:
                 raise ValueError(f"exponent={self.exponent!r} is not a number from 0 to 1")
-
-    @property
-    def n_unrolled(self):
-        """N = K·R, the number of visits."""
-        return self.n_layer * self.n_loop
+            if not SCALINGS[self.scaling](1, 1).post_ln:
+                raise ValueError(f"exponent={self.exponent} has no meaning under scaling={self.scaling}; leave it out")
 
     def constants(self, n_loop=None):
         """The Scaling in force, at n_loop rounds if given."""
         K, R = self.n_layer, n_loop or self.n_loop
-        scaling = SCALINGS[self.scaling](K, R)
-        return scaling if self.exponent is None or not scaling.post_ln else deepnorm(K * R, self.exponent)
+        return SCALINGS[self.scaling](K, R) if self.exponent is None else deepnorm(K * R, self.exponent)
 
-    @property
-    def alpha(self):
-        """(2N)^p, on the skip path of every visit; 1 under Pre-LN."""
-        return self.constants().alpha
-
-    @property
-    def beta(self):
-        """(8N)^-p, a gain at initialization only; 1 under Pre-LN."""
-        return self.constants().gain_in
+    n_unrolled = property(lambda self: self.n_layer * self.n_loop)      # N = K·R, the number of visits
+    alpha = property(lambda self: self.constants().alpha)               # (2N)^p, on every skip path; 1 under Pre-LN
+    beta = property(lambda self: self.constants().gain_in)              # (8N)^-p, at initialization; 1 under Pre-LN
 
     def gain(self, name, n_loop=None):
-        """The gain that the matrix of that name (wte, qk, v, ...) begins with, at n_loop rounds if given."""
-        c = self.constants(n_loop)
-        return dict(v=c.gain_in, gate=c.gain_in, up=c.gain_in, out=c.gain_out, down=c.gain_out).get(name, 1.0)
+        """The gain that a parameter, by its name in the model, begins with; at n_loop rounds if given."""
+        c, matrix = self.constants(n_loop), name.split(".")[-2]                 # blocks.0.attn.v.weight: v
+        return dict(v=c.gain_in, gate=c.gain_in, up=c.gain_in, out=c.gain_out, down=c.gain_out).get(matrix, 1.0)
 
 
 def norm(x):
-    """RMSNorm without gain over the last dimension, computed and returned in float32 or wider.
-
-    The eps keeps a state of zeros from dividing by zero and shows nowhere else; F.rms_norm's default is the dtype's
-    own, 0.0078 in bfloat16, which would ruin an embedding of RMS 0.02. Source: arXiv 1910.07467, eq. 4.
-    """
+    """RMSNorm without gain, in float32 or wider; zeros stay zeros. Source: arXiv 1910.07467, eq. 4."""
+    # F.rms_norm's own eps is the dtype's, 0.0078 in bfloat16, which would ruin an embedding of RMS 0.02
     return F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=1e-20)
 
 
 def rotate(x, cos, sin):
-    """RoPE on x (B, T, heads, hs): (a, b) -> (a cos - b sin, b cos + a sin)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    """RoPE on x (B, T, heads, hs), halves a and b: (a, b) (cos, cos) + (b, a) (-sin, sin), as tables (T, 1, hs)."""
+    return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -158,12 +136,10 @@ class CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         logits, targets = ctx.saved_tensors
-        scale = g * (targets >= 0) / (targets >= 0).sum()                       # (n,)
-        grad = torch.empty_like(logits)
-        for x, t, s, d in CrossEntropy.pieces(logits, targets, scale, grad):
-            p = F.softmax(x.float(), dim=-1)
-            p.scatter_add_(1, t.clamp_min(0).unsqueeze(1), -torch.ones_like(p[:, :1]))
-            d.copy_(p.mul_(s.unsqueeze(1)))
+        scale = (g * (targets >= 0) / (targets >= 0).sum()).unsqueeze(1)        # (n, 1)
+        index, grad = targets.clamp_min(0).unsqueeze(1), torch.empty_like(logits)
+        for x, i, s, d in CrossEntropy.pieces(logits, index, scale, grad):
+            d.copy_(F.softmax(x.float(), dim=-1).mul_(s).scatter_add_(1, i, -s))        # scale · (p - one-hot)
         return grad, None
 
 
@@ -196,7 +172,7 @@ class Attention(nn.Module):
             if T > 1:
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=x.device).tril(start)
         # a CPU's attention in bfloat16 is slow to go back through, up to four times, so that it stays in float32
-        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+        with torch.autocast("cpu", enabled=False):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None)
         return self.out(y.transpose(1, 2).reshape(B, T, d))
 
@@ -224,9 +200,9 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.mlp = MLP(config)
         self.post_ln, self.alpha, self.epsilon, _, _ = config.constants()
-        for name, linear in (*self.attn.named_children(), *self.mlp.named_children()):
-            for w in linear.weight.chunk(2 if name == "qk" else 1):     # q and k: two d×d matrices, not one 2d×d
-                nn.init.xavier_normal_(w, gain=config.gain(name))
+        for name, w in self.named_parameters():
+            for matrix in w.chunk(2 if "qk" in name else 1):            # q and k: two d×d matrices, not one 2d×d
+                nn.init.xavier_normal_(matrix, gain=config.gain(name))
 
     def forward(self, x, rope, past=None):
         if self.post_ln:
@@ -251,32 +227,30 @@ class GPT(nn.Module):
         hs = config.n_embd // config.n_head
         frequency = 10000.0 ** (-torch.arange(0, hs, 2, dtype=torch.float64) / hs)
         angle = torch.outer(torch.arange(config.block_size, dtype=torch.float64), frequency).unsqueeze(1)
-        self.register_buffer("cos", angle.cos().float(), persistent=False)      # (block_size, 1, hs/2)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.register_buffer("cos", torch.cat((angle, angle), dim=-1).cos().float(), persistent=False)
+        self.register_buffer("sin", torch.cat((-angle, angle), dim=-1).sin().float(), persistent=False)
 
     def hidden(self, idx, cache=None):
-        """The final hidden state (B, T, d), of unit RMS, for idx (B, T) int64. Raises ValueError past block_size."""
+        """The final hidden state (B, T, d), of unit RMS, for idx (B, T), as in forward."""
         start = cache.length if cache is not None else 0
         end = start + idx.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size={self.config.block_size}")
         rope = self.cos[start:end], self.sin[start:end]
+        recompute = self.recompute and torch.is_grad_enabled()
         x = norm(self.wte(idx))                                                 # (B, T, d)
         for visit, block in enumerate([*self.blocks] * self.n_loop):            # R rounds over the K blocks
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, use_reentrant=False)
-            else:
-                x = block(x, rope, None if cache is None else (cache.kv[visit], start))
+            past = None if cache is None else (cache.kv[visit], start)
+            x = checkpoint(block, x, rope, past, use_reentrant=False) if recompute else block(x, rope, past)
         if cache is not None:
             cache.length = end
         return x if block.post_ln else norm(x)                                  # Post-LN ends in a norm already
 
     def forward(self, idx, targets=None, cache=None):
-        """idx (B, T) int64 -> (logits, loss).
+        """idx (B, T) int64 -> (logits, loss). Raises ValueError past block_size, the cache's tokens included.
 
         With targets (B, T), -1 ignored: logits (B, T, V) and the mean cross-entropy in nats per token, float32.
         Without: the last position's logits (B, 1, V), and None.
-        Raises ValueError if more than block_size tokens come, those in the cache included.
         """
         x = self.hidden(idx, cache)
         if targets is None:
@@ -286,16 +260,14 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Yields max_new_tokens times the next token ids (B, 1), sampled from softmax(logits / temperature).
+        """Yields max_new_tokens times the next token ids (B, 1) after idx (B, T). Raises ValueError for nonsense.
 
-        idx (B, T) int64 with T >= 1 is cut from the left to block_size tokens. temperature 0 takes the likeliest
-        token; top_k samples among the k likeliest. When the context is full, the last block_size // 2 tokens are
-        read anew from position 0: a restart now and then instead of recomputing the whole context at each token.
-        Raises ValueError for an empty idx, a negative temperature or top_k < 1.
+        Sampled from softmax(logits / temperature), with top_k among the k likeliest; temperature 0 takes the likeliest.
+        The last block_size tokens of idx count; a full context restarts from its last half, as moving it recomputes all.
         """
         if idx.size(1) == 0 or not 0 <= temperature < math.inf or top_k is not None and top_k < 1:
-            raise ValueError(f"{idx.size(1)} tokens to start from, temperature={temperature}, top_k={top_k}: there must "
-                             "be at least one token, a temperature of at least 0 and a top_k of at least 1")
+            raise ValueError(f"{idx.size(1)} tokens to start from, temperature={temperature}, top_k={top_k}: there "
+                             "must be at least one token, a temperature of at least 0 and a top_k of at least 1")
         block_size, cache = self.config.block_size, self.new_cache(len(idx))
         new = context = idx[:, -block_size:]
         for _ in range(max_new_tokens):
@@ -303,13 +275,10 @@ class GPT(nn.Module):
                 cache.length, new = 0, context[:, -max(1, block_size // 2):]
             logits = self(new, cache=cache)[0][:, -1].float()                   # (B, V)
             if top_k is not None:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)                           # (B, 1)
-            else:
-                logits -= logits.amax(-1, keepdim=True)                         # no overflow at any temperature
-                new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
+                logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -math.inf
+            logits -= logits.amax(-1, keepdim=True)                             # no overflow at any temperature
+            new = (logits.argmax(-1, keepdim=True) if temperature == 0 else
+                   torch.multinomial(F.softmax(logits / temperature, dim=-1), 1))           # (B, 1)
             context = torch.cat((context, new), dim=1)[:, -block_size:]
             yield new
 
@@ -339,14 +308,14 @@ class GPT(nn.Module):
         ‖U‖² is the mean of ‖vᵀU‖² over n_probe random v, whose generator leaves the run's own alone.
         """
         twin, K, R = self.untie(), self.config.n_layer, self.n_loop
-        sublayers = [list(part.parameters()) for block in twin.blocks for part in (block.attn, block.mlp)]
+        weights = list(twin.blocks.parameters())        # of each visit of each block three of attention, three of MLP
 
         def squares(output, cotangent=None):
             """‖Σ_r‖² (2K,) and ‖·‖² of each visit (R, 2K), for the gradients of cotangent · output."""
-            grads = iter(torch.autograd.grad(output, sum(sublayers, []), cotangent, retain_graph=True))
-            flat = [torch.cat([next(grads).flatten() for _ in part]) for part in sublayers]     # R·2K vectors
-            total = torch.stack([sum(flat[j::2 * K]).square().sum() for j in range(2 * K)])
-            return total, torch.stack([g.square().sum() for g in flat]).view(R, 2 * K)
+            grads = torch.autograd.grad(output, weights, cotangent, retain_graph=True)
+            total = torch.stack([sum(grads[i::6 * K]).square().sum() for i in range(6 * K)])
+            each = torch.stack([g.square().sum() for g in grads])
+            return total.view(2 * K, 3).sum(-1), each.view(R, 2 * K, 3).sum(-1)
 
         x = twin.hidden(idx)                                                    # (B, T, d)
         G, G_each = squares(cross_entropy(F.linear(x, twin.wte.weight).flatten(0, 1), targets.flatten()))
@@ -360,40 +329,31 @@ class GPT(nn.Module):
         return sum(w.numel() for w in self.parameters())
 
     def flops_per_token(self):
-        """FLOPs of forward and backward for one token of a full context, every visit counted.
-
-        6 per weight of a matrix product, and 12·d·T per visit for attention's scores and sums, as in PaLM
-        (arXiv 2204.02311, appendix B), which does not discount the causal half.
-        """
-        c = self.config
-        per_round = sum(w.numel() for w in self.blocks.parameters()) + 2 * c.n_layer * c.n_embd * c.block_size
-        return 6 * (self.n_loop * per_round + c.vocab_size * c.n_embd)
+        """FLOPs of forward and backward for one token of a full context, every visit counted."""
+        c = self.config         # as in PaLM, arXiv 2204.02311, appendix B
+        weights = sum(w.numel() for w in self.blocks.parameters())
+        attention = 2 * c.n_layer * c.n_embd * c.block_size         # scores and sums, the causal half not discounted
+        return 6 * (self.n_loop * (weights + attention) + c.vocab_size * c.n_embd)
 
     def rate_scales(self):
         """[(name, parameter, its gain at N over its gain at N = K)], as in named_parameters: what scale_lr applies."""
-        c = self.config
-        matrices = [(name, w, name.split(".")[-2]) for name, w in self.named_parameters()]
-        return [(name, w, c.gain(matrix) / c.gain(matrix, n_loop=1)) for name, w, matrix in matrices]
+        gain = self.config.gain
+        return [(name, w, gain(name) / gain(name, n_loop=1)) for name, w in self.named_parameters()]
 
     def configure_optimizer(self, learning_rate, weight_decay, betas=(0.9, 0.95), scale_lr=False):
-        """AdamW, fused where the device has it. Every parameter is a matrix, so weight decay takes them all.
+        """AdamW on all parameters, every one a matrix; fused where the device has it.
 
-        With scale_lr a matrix that begins smaller at R rounds than at one also moves slower by that factor, `scale` in
-        its group, so that the rate that is best at R = 1 serves more rounds. AdamW decays by rate · weight_decay at a
-        step: such a matrix is also decayed slower.
+        With scale_lr a matrix that begins smaller at R rounds than at one moves slower by that factor, its group's
+        `scale`, so that the rate best at R = 1 serves more rounds. AdamW decays by rate · weight_decay: slower, too.
         """
-        members = itertools.groupby(self.rate_scales(), key=lambda member: member[2] if scale_lr else 1.0)
-        groups = [dict(params=[w for _, w, _ in neighbours], lr=learning_rate * scale, scale=scale)
-                  for scale, neighbours in members]     # of neighbours: the optimizer numbers them as the model does
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, weight_decay=weight_decay,
+        scales = [(w, scale if scale_lr else 1.0) for _, w, scale in self.rate_scales()]
+        groups = [dict(params=[w], lr=learning_rate * scale, scale=scale) for w, scale in scales]
+        return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay,
                                  fused=self.wte.weight.device.type in ("cpu", "cuda"))
 
 
 def pick_device(name, index=0):
-    """The torch.device of that name, the index-th of its kind; auto takes CUDA, else MPS, else the CPU.
-
-    Raises ValueError where this machine has no such device for process number `index`.
-    """
+    """The index-th device of that kind, or ValueError if there is none; auto takes CUDA, else MPS, else the CPU."""
     has = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": math.inf}
     kind = next(kind for kind in has if has[kind]) if name == "auto" else name
     if index >= has[kind]:
@@ -405,24 +365,19 @@ def pick_device(name, index=0):
 
 
 def load_checkpoint(path):
-    """Reads a checkpoint that train.py wrote: (model in float32 on the CPU, the checkpoint's dict).
-
-    Raises ValueError, naming the file, for one that is missing, cut, foreign or whose weights do not fit its config.
-    """
+    """(model on the CPU, checkpoint's dict) of a file that train.py wrote, or ValueError, naming it and its fault."""
     if not os.path.isfile(path):        # a pipe would be waited for
         raise ValueError(f"{path} is not a regular file; move it away" if os.path.exists(path) else
                          f"{path} does not exist; train a model first: torchrun train.py")
+    kind = dict(step=int, tokenizer=str, settings=dict, optimizer=dict, scaler=dict, best_val_loss=float, seconds=float)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = GPT(GPTConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
-        if [type(checkpoint[name]) for name in ("step", "tokenizer", "settings", "optimizer", "scaler", "best_val_loss",
-                                                "seconds")] != [int, str, dict, dict, dict, float, float]:
+        if any(type(checkpoint[name]) is not kind[name] for name in kind) or checkpoint["step"] and any(
+                checkpoint["optimizer"][i][moment].shape != w.shape for i, w in enumerate(model.parameters())
+                for moment in ("exp_avg", "exp_avg_sq")):
             raise TypeError
-        moments = checkpoint["optimizer"]           # {number of a parameter: its two, and more}; none before a step
-        if checkpoint["step"] and any(moments[i][name].shape != w.shape for name in ("exp_avg", "exp_avg_sq")
-                                      for i, w in enumerate(model.parameters())):
-            raise ValueError
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:      # torch.load answers a broken file with nearly any exception there is
@@ -439,31 +394,29 @@ def first_step_change(model, idx, targets, step="sgd"):
 
         sgd  2 - 4p (tied), 1 - 4p (untied)        adam  1 - 2p (both)        scaled  1 - 3p (both)
 
-    A visit reads a change δ of a beta-matrix as O(δ·beta/alpha), since the branch's other matrix has gain beta and
-    the skip path weighs alpha; the gradient that it writes is O(beta/alpha) too; beta/alpha ∝ R^-2p.
-    SGD: R visits read what R visits wrote, R²(beta/alpha)²; untied, R matrices with a reader and a writer each,
-    R(beta/alpha)². Adam: how much was written is normalized away and R reads remain, R·beta/alpha, tied or not.
-    Rate times gain: one more beta ∝ R^-p.
-
-    What should follow for training with AdamW: p = 1/2 is flat, tied or not. With scale_lr p = 1/3 is flat, p = 1/4
-    loses stability slowly as R grows, and p = 1/2 allows a base rate that grows like √R.
+    A visit reads a matrix's change, and writes a gradient into it, at a factor beta/alpha ∝ R^-2p: the gain of the
+    branch's other matrix over the weight of the skip path. SGD: R visits read what R visits wrote, R²(beta/alpha)²;
+    untied, R matrices have one reader and one writer each, R(beta/alpha)². Adam normalizes away how much was written:
+    R reads remain, R·beta/alpha. Rate times gain: one more beta ∝ R^-p. So under AdamW p = 1/2 should be flat, tied or
+    not; with scale_lr p = 1/3 is, p = 1/4 slowly loses stability as R grows, and p = 1/2 allows a base rate ∝ √R.
     """
-    names, weights = zip(*model.blocks.named_parameters())     # the embedding, whose step does not know R, stays
-    grads = torch.autograd.grad(model(idx, targets)[1], weights)
+    weights = dict(model.blocks.named_parameters())     # not the embedding, whose step does not know R
+    grads = torch.autograd.grad(model(idx, targets)[1], list(weights.values()))
     with torch.no_grad():
         before = model.hidden(idx)
-        for name, w, g in zip(names, weights, grads):
-            gain = model.config.gain(name.split(".")[-2]) if step == "scaled" else 1.0
+        for (name, w), g in zip(weights.items(), grads):
+            gain = model.config.gain(name) if step == "scaled" else 1.0
             w -= 0.1 * g if step == "sgd" else 1e-5 * gain * g.sign()
         return ((model.hidden(idx) - before).norm() / before.norm()).item()
 
 
 def main():
-    """Prints what the exponent does to one step from the initialization, and how it grows with the rounds."""
+    """Prints how the change by one step from the initialization grows with the rounds, for three exponents."""
+    torch.set_num_threads(1)        # for arrays this small more are no faster, and on a busy machine far slower
     idx, targets = torch.randint(256, (2, 4, 64), generator=torch.Generator().manual_seed(0))
     steps, rounds = ("sgd", "adam", "scaled"), torch.tensor([2, 4, 8, 16, 32])
-    print("K = 2 blocks, d = 64, synthetic tokens; change of the final hidden state by one step, tied and untied")
-    print(f"{'p':5}{'R':>4}{'kappa_R/R':>11}" + "".join(f"{step:>20}" for step in steps))
+    print("K = 2 blocks, d = 64, synthetic tokens; change of the final hidden state by one step, tied and untied\n"
+          f"{'p':5}{'R':>4}{'kappa_R/R':>11}" + "".join(f"{step:>20}" for step in steps))
     for p in (1 / 4, 1 / 3, 1 / 2):
         changes = torch.empty(len(rounds), 2 * len(steps))
         for R, row in zip(rounds.tolist(), changes):
@@ -476,10 +429,12 @@ def main():
         x = rounds.log() - rounds.log().mean()
         slopes = x @ changes.log() / x.square().sum()                           # of least squares
         expected = 2 - 4 * p, 1 - 4 * p, 1 - 2 * p, 1 - 2 * p, 1 - 3 * p, 1 - 3 * p
-        print(f"{'slope':20}" + "".join(f"{slope:10.2f}" for slope in slopes))
-        print(f"{'expected':20}" + "".join(f"{slope:10.2f}" for slope in expected))
+        for name, powers in ("slope", slopes), ("expected", expected):
+            print(f"{name:20}" + "".join(f"{power:10.2f}" for power in powers), flush=True)
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    main()
+    try:
+        main()
+    except BrokenPipeError:         # a reader such as head has enough
+        os._exit(0)
