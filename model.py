@@ -263,7 +263,7 @@ class GPT(nn.Module):
         """Yields max_new_tokens times the next token ids (B, 1) after idx (B, T). Raises ValueError for nonsense.
 
         Sampled from softmax(logits / temperature), with top_k among the k likeliest; temperature 0 takes the likeliest.
-        A full context restarts now and then from its last block_size // 2 tokens, instead of moving at each token.
+        The last block_size tokens of idx count; a full context restarts from its last half, as moving it recomputes all.
         """
         if idx.size(1) == 0 or not 0 <= temperature < math.inf or top_k is not None and top_k < 1:
             raise ValueError(f"{idx.size(1)} tokens to start from, temperature={temperature}, top_k={top_k}: there "
@@ -398,7 +398,7 @@ def first_step_change(model, idx, targets, step="sgd"):
     branch's other matrix over the weight of the skip path. SGD: R visits read what R visits wrote, R²(beta/alpha)²;
     untied, R matrices have one reader and one writer each, R(beta/alpha)². Adam normalizes away how much was written:
     R reads remain, R·beta/alpha. Rate times gain: one more beta ∝ R^-p. So under AdamW p = 1/2 should be flat, tied or
-    not; with scale_lr p = 1/3 is, p = 1/4 loses stability slowly, and p = 1/2 allows a base rate that grows like √R.
+    not; with scale_lr p = 1/3 is, p = 1/4 slowly loses stability as R grows, and p = 1/2 allows a base rate ∝ √R.
     """
     weights = dict(model.blocks.named_parameters())     # not the embedding, whose step does not know R
     grads = torch.autograd.grad(model(idx, targets)[1], list(weights.values()))
@@ -412,6 +412,7 @@ def first_step_change(model, idx, targets, step="sgd"):
 
 def main():
     """Prints how the change by one step from the initialization grows with the rounds, for three exponents."""
+    torch.set_num_threads(1)        # for arrays this small more are no faster, and on a busy machine far slower
     idx, targets = torch.randint(256, (2, 4, 64), generator=torch.Generator().manual_seed(0))
     steps, rounds = ("sgd", "adam", "scaled"), torch.tensor([2, 4, 8, 16, 32])
     print("K = 2 blocks, d = 64, synthetic tokens; change of the final hidden state by one step, tied and untied\n"

@@ -726,7 +726,7 @@ def test_the_plan_of_the_papers_runs_needs_no_data(tmp_path, monkeypatch, capsys
 
 
 def test_auto_takes_bfloat16_where_it_is_fast_and_a_resumed_run_stays_with_it(folder, monkeypatch):
-    has = {"amx_bf16": True}
+    has = {"avx512_bf16": False, "amx_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
 
     def dtype_of(*flags):

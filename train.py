@@ -364,13 +364,14 @@ def open_log(out_dir, step):
 def pick_dtype(name, device):
     """The name of the dtype of the matrix products on device.
 
-    auto is bfloat16 where it multiplies many times faster: on GPUs from Ampere on, and on CPUs with matrix units (AMX).
+    auto is bfloat16 where it multiplies faster: on GPUs from Ampere on, and on CPUs with instructions for it.
     """
     if name == "float16" and device.type != "cuda":
         raise ValueError(f"dtype=float16 needs CUDA, where the loss can be scaled; on {device.type} take float32 or "
                          "bfloat16")
+    cpu = getattr(torch.cpu, "get_capabilities", dict)()
     fast = {"cuda": lambda: torch.cuda.get_device_capability() >= (8, 0), "mps": lambda: False,
-            "cpu": lambda: getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)}
+            "cpu": lambda: cpu.get("amx_bf16", False) or cpu.get("avx512_bf16", False)}
     return name if name != "auto" else "bfloat16" if fast[device.type]() else "float32"
 
 

@@ -32,7 +32,9 @@ def load(name, folder):
 
 def auto_dtype():
     """What --dtype=auto takes on a CPU."""
-    return torch.bfloat16 if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16") else torch.float32
+    sys.path.insert(0, str(ROOT))
+    from train import pick_dtype
+    return getattr(torch, pick_dtype("auto", torch.device("cpu")))
 
 
 def build(modules, d, heads, N, T, V):
