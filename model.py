@@ -263,7 +263,7 @@ class GPT(nn.Module):
         """Yields max_new_tokens times the next token ids (B, 1) after idx (B, T). Raises ValueError for nonsense.
 
         Sampled from softmax(logits / temperature), with top_k among the k likeliest; temperature 0 takes the likeliest.
-        The last block_size tokens of idx count; a full context restarts from its last half, as moving it recomputes all.
+        The last block_size tokens of idx count; a full context restarts from its last half: moving it recomputes all.
         """
         if idx.size(1) == 0 or not 0 <= temperature < math.inf or top_k is not None and top_k < 1:
             raise ValueError(f"{idx.size(1)} tokens to start from, temperature={temperature}, top_k={top_k}: there "

@@ -1,7 +1,12 @@
 """Text from a checkpoint: python sample.py --prompt="The for statement" """
+import os
+import signal
+
+if __name__ == "__main__":      # Ctrl-C, also while torch is being imported
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
 import argparse
 import codecs
-import os
 import sys
 
 import torch
@@ -25,8 +30,7 @@ def parse(argv):
     parser.add_argument("--n_loop", type=int, default=None, help="rounds to run, if not those of the training")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"))
     args = parser.parse_args(argv)
-    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0),
-                        ("n_loop", 1)):
+    for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=1, seed=0, n_loop=1).items():
         value = getattr(args, name)
         if value is not None and not least <= value < 2 ** 31:
             parser.error(f"--{name}={value} is not a number from {least} to 2^31")
@@ -35,14 +39,16 @@ def parse(argv):
 
 def read_prompt(prompt):
     """The prompt's text: itself, or the contents of the file or of standard input that it names."""
+    if prompt == "-" and sys.stdin is None:
+        raise ValueError("prompt=- asks for standard input, which is closed")
     if prompt == "-":
-        if sys.stdin is None:
-            raise ValueError("prompt=- asks for standard input, which is closed")
         return sys.stdin.buffer.read().decode()
-    if prompt.startswith("FILE:"):
-        with open(prompt.removeprefix("FILE:"), "rb") as f:
-            return f.read().decode()
-    return prompt
+    if not prompt.startswith("FILE:"):
+        return prompt
+    if not os.path.isfile(prompt[5:]):      # a pipe would be waited for
+        raise ValueError(f"{prompt} names no regular file; to read a pipe there is --prompt=-")
+    with open(prompt[5:], "rb") as f:
+        return f.read().decode()
 
 
 def main(argv=None):
@@ -57,9 +63,9 @@ def main(argv=None):
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"sample.py: {error}")
     ids = (tokenizer.start + tokenizer.encode(prompt)) or tokenizer.encode("\n")
-    block_size = model.config.block_size
-    if len(ids) > block_size:
-        print(f"the prompt has {len(ids)} tokens, and the model reads the last {block_size}", file=sys.stderr)
+    idx = torch.tensor([ids], device=device)                               # (1, T)
+    if len(ids) > model.config.block_size:
+        print(f"the prompt has {len(ids)} tokens; the model reads the last {model.config.block_size}", file=sys.stderr)
     model.to(device).eval()
     model.n_loop = args.n_loop or model.n_loop
     torch.manual_seed(args.seed)
@@ -67,7 +73,6 @@ def main(argv=None):
     for _ in range(args.num_samples):
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")     # keeps bytes back until they are whole
         print(prompt, end="", flush=True)
-        idx = torch.tensor([ids], device=device)                           # (1, T)
         for token in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k):
             if token.item() in tokenizer.start:                            # a new document would begin
                 break
@@ -80,8 +85,6 @@ if __name__ == "__main__":
         sys.exit("sample.py: standard output is closed, so there is nowhere to print to")
     try:
         main()
-    except KeyboardInterrupt:
-        sys.exit(130)
     except OSError as error:            # a full disk, or a reader such as head that has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # what is still in the buffer goes nowhere
         if not isinstance(error, BrokenPipeError):

@@ -859,7 +859,8 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(trained, tmp_path, cap
     ("--num_samples=0", "num_samples=0"), ("--max_new_tokens=0", "max_new_tokens=0"), ("--temperature=-1", "temperature=-1"),
     ("--temperature=nan", "temperature=nan"), ("--top_k=0", "top_k=0"), ("--seed=-1", "seed=-1"), ("--n_loop=0", "n_loop=0"),
     ("--n_loop=x", "n_loop"), ("--device=tpu", "tpu"), ("--nothing", "nothing"), ("--prompt=FILE:nowhere.txt", "nowhere.txt"),
-    ("--prompt=FILE:broken.txt", "UTF-8"), ("--out_dir=elsewhere", "elsewhere"),
+    ("--prompt=FILE:broken.txt", "UTF-8"), ("--out_dir=elsewhere", "elsewhere"), ("--prompt=FILE:out", "no regular file"),
+    (f"--prompt=FILE:{os.devnull}", "no regular file"),
 ])
 def test_sample_refuses(trained, flag, named, monkeypatch, capsys):
     monkeypatch.chdir(trained)
@@ -940,7 +941,45 @@ def test_programs_end_with_one_line_and_no_traceback(trained, tmp_path):
         assert process.returncode in (1, 2) and out == "" and len(err.splitlines()) == 1 and program in err
 
 
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT is not sent so on Windows")
+@pytest.mark.parametrize("program", ["model.py", "train.py", "sample.py"])
+def test_ctrl_c_ends_the_imports_with_one_word(program, tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
+    process = start(program, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    wait_for(process, "importing")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate() == ("", "interrupted\n") and process.returncode == 130
+
+
 # ---- sampling ---------------------------------------------------------------------------------------------------
+
+def test_a_sample_ends_where_its_document_ends(monkeypatch, capsys):
+    """Letters whose next one is certain, a b c end d e f ...: a sample ends at the end, or after max_new_tokens."""
+    model, order = make(), [1, 2, 3, 0, *range(4, 31)]
+    with torch.no_grad():
+        for block in model.blocks:                                              # no branch changes the state
+            block.attn.out.weight.zero_()
+            block.mlp.down.weight.zero_()
+        for i, letter in enumerate(order):                                      # 3 * 0.6 * 0.8 > 1: the next is likelier
+            model.wte.weight[letter] = 3 ** i * (0.6 * torch.eye(32)[i] + 0.8 * torch.eye(32)[i + 1])
+    letters = SimpleNamespace(start=[0], encode=lambda text: [ord(letter) - 96 for letter in text],
+                              decode=lambda ids: bytes(96 + i for i in ids if i))
+    monkeypatch.setattr(sample, "load_checkpoint", lambda path: (model, dict(tokenizer="letters")))
+    monkeypatch.setattr(sample, "load_tokenizer", lambda name: letters)
+    for prompt, n, text in (("a", 9, "abc"), ("ab", 1, "abc"), ("a", 1, "ab"), ("c", 5, "c"), ("", 3, "def")):
+        sample.main(["--temperature=0", "--num_samples=2", f"--prompt={prompt}", f"--max_new_tokens={n}"])
+        assert capsys.readouterr().out == f"{text}\n{text}\n"
+
+
+def test_a_prompt_is_text_or_a_regular_file_or_standard_input(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("The é".encode())))
+    assert sample.read_prompt("-") == "The é" == sample.read_prompt("The é")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")                                            # nobody writes to it
+        process = start("sample.py", f"--prompt=FILE:{tmp_path}/pipe", cwd=trained)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1 and out == "" and len(err.splitlines()) == 1 and "no regular file" in err
+
 
 def test_sample_streams_the_model(trained):
     flags = ["--max_new_tokens=60", "--temperature=0"]
