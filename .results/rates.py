@@ -399,6 +399,8 @@ def show(losses, rate=None):
 
 
 def table(title, header, lines):
+    if not lines:
+        return
     print(f"\n### {title}\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|")
     for line in lines:
         print(f"| {' | '.join(map(str, line))} |")
@@ -426,7 +428,7 @@ def chart(title, curves):
     order = sorted(curves, key=lambda name: -curves[name][-1])
     lines = [f"    line [{', '.join(f'{loss:.3f}' for loss in curves[name])}]" for name in order]
     if lines:
-        print(f'\n```mermaid\nxychart-beta\n    title "{title}; from the top at R = 16: {"; ".join(order)}"',
+        print(f'\n```mermaid\nxychart-beta\n    title "{title}: {", ".join(order)}"',
               f'    x-axis "R" {list(ROUNDS)}', '    y-axis "nats per byte"', *lines, "```", sep="\n")
 
 
@@ -478,6 +480,7 @@ def print_controls(rows):
            for g in groups if (g.max_steps, g.warmup_steps) == (600, 300)])
     lines = []
     for group, some in groups.items():
+        some = [row for row in some if not math.isnan(row[f"embedding_{PROBES[0]}"])]      # the first rows noted none
         fates = [(fate, [row for row in some if (row["val_loss"] < FLOOR) == leaves])
                  for fate, leaves in (("leave", True), ("stay", False))]
         for fate, same in fates if group.control or all(same for _, same in fates) else ():
